@@ -88,8 +88,8 @@ def dequantize_nvfp4(
     """The weight [..., N, K] in `dtype`.
 
     packed: uint8 [..., N, K/2]. block_scale: float8_e4m3fn [..., N, K/16], not swizzled. global_scale: multiplier of
-    shape (), [...] or [..., N]. Code times block scale is exact; the global scale and a narrower `dtype` round once each.
-    In float64 every product is exact. Raises UsageError if the shapes do not belong together.
+    shape (), [...] or [..., N]. Code times block scale is exact; the global scale and a narrower `dtype` round once
+    each. In float64 every product is exact. Raises UsageError if the shapes do not belong together.
     """
     groups = packed.shape[-1] * 2 // BLOCK
     expected = (*packed.shape[:-1], groups)
@@ -182,8 +182,8 @@ def swizzle_scales(block_scale: torch.Tensor) -> torch.Tensor:
     """Block scales in 128x4 order, padded with zeros.
 
     block_scale: one-byte dtype [..., N, G], G = K/16. Returns a contiguous tensor of the same dtype, [..., N', G'] with
-    N' and G' the next multiples of 128 and 4, whose memory is a row-major sequence of 512-byte tiles of 128 rows x 4 groups:
-    row r, group g lie in tile (r / 128, g / 4) at byte (r % 32) * 16 + (r % 128 / 32) * 4 + g % 4.
+    N' and G' the next multiples of 128 and 4, whose memory is a row-major sequence of 512-byte tiles of 128 rows x 4
+    groups: row r, group g lie in tile (r / 128, g / 4) at byte (r % 32) * 16 + (r % 128 / 32) * 4 + g % 4.
     """
     rows, groups = block_scale.shape[-2:]
     padded_rows, padded_groups = swizzled_scale_shape(rows, groups)
