@@ -28,14 +28,12 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """Settings that suit `gpu` (a name of the card table), and why. context in tokens."""
+    """Settings that suit `gpu` (a name of the card table), and why; the context is always the largest that fits."""
 
     gpu: str
-    context: int
     seqs: int
     batched_tokens: int
     reason: str
-    speculative_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,36 +140,31 @@ _FITS_ALL = "the weights leave room for the full context several times over"
 RECOMMENDED_35B: tuple[Recommendation, ...] = (
     Recommendation(
         gpu="rtx-5090",
-        context=262_144,
         seqs=4,
         batched_tokens=4096,
         reason="one 262,144-token request takes 2.64 GiB; 12,288 batched tokens once ran 27 times slower on this card",
     ),
-    Recommendation(gpu="rtx-pro-6000", context=262_144, seqs=32, batched_tokens=8192, reason=_FITS_ALL),
+    Recommendation(gpu="rtx-pro-6000", seqs=32, batched_tokens=8192, reason=_FITS_ALL),
     Recommendation(
         gpu="gb10",
-        context=262_144,
         seqs=4,
         batched_tokens=4096,
         reason="273 GB/s bounds decode, and the memory is the host's too: budget from MemAvailable",
     ),
-    Recommendation(gpu="h200", context=262_144, seqs=64, batched_tokens=8192, reason=_FITS_ALL),
-    Recommendation(gpu="b200", context=262_144, seqs=64, batched_tokens=8192, reason=_FITS_ALL),
+    Recommendation(gpu="h200", seqs=64, batched_tokens=8192, reason=_FITS_ALL),
+    Recommendation(gpu="b200", seqs=64, batched_tokens=8192, reason=_FITS_ALL),
 )
 RECOMMENDED_27B: tuple[Recommendation, ...] = (
     Recommendation(
         gpu="rtx-5090",
-        context=131_072,
         seqs=2,
         batched_tokens=4096,
-        reason="262,144 tokens take 8.33 GiB beside about 20 GB of weights; 131,072 leave room for the rest",
+        reason="262,144 tokens take 8.33 GiB beside the weights, so a second sequence is short: two share what is left",
     ),
-    Recommendation(gpu="rtx-pro-6000", context=262_144, seqs=16, batched_tokens=8192, reason=_FITS_ALL),
-    Recommendation(
-        gpu="gb10", context=262_144, seqs=2, batched_tokens=4096, reason="273 GB/s bounds decode to about 16 tokens/s"
-    ),
-    Recommendation(gpu="h200", context=262_144, seqs=32, batched_tokens=8192, reason=_FITS_ALL),
-    Recommendation(gpu="b200", context=262_144, seqs=32, batched_tokens=8192, reason=_FITS_ALL),
+    Recommendation(gpu="rtx-pro-6000", seqs=16, batched_tokens=8192, reason=_FITS_ALL),
+    Recommendation(gpu="gb10", seqs=2, batched_tokens=4096, reason="273 GB/s bounds decode to about 16 tokens/s"),
+    Recommendation(gpu="h200", seqs=32, batched_tokens=8192, reason=_FITS_ALL),
+    Recommendation(gpu="b200", seqs=32, batched_tokens=8192, reason=_FITS_ALL),
 )
 
 MODELS: tuple[ModelRow, ...] = (
