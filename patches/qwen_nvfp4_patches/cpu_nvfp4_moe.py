@@ -1,0 +1,162 @@
+"""NVFP4 experts on CPU: dequantized once at load, then vLLM's own BF16 CPU experts."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from qwen_nvfp4_patches import seams
+from qwen_nvfp4_patches.activations import CpuActivations, cpu_activations, rounding_op
+from qwen_nvfp4_patches.patch import Need, Patch, Platform
+
+if TYPE_CHECKING:
+    import torch
+
+
+def dequantize_experts(layer: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Replaces the packed `w13_weight` [E, 2I, H/2] and `w2_weight` [E, H, I/2] of `layer` by dense ones in `dtype`.
+
+    Reads `*_weight_scale` (E4M3, a scale for 16 columns) and `*_weight_scale_2` (float32 [E], multipliers). One expert
+    at a time, since the float32 intermediates are eight times the size of the packed weights.
+    """
+    import torch
+    from vllm.model_executor.utils import replace_parameter
+
+    from qwen_nvfp4_serve.kernels.nvfp4 import dequantize_nvfp4
+
+    for name in ("w13_weight", "w2_weight"):
+        packed, scales = getattr(layer, name).data, getattr(layer, f"{name}_scale").data
+        overall = getattr(layer, f"{name}_scale_2").data
+        dense = torch.empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=dtype)
+        for expert in range(packed.shape[0]):
+            dense[expert] = dequantize_nvfp4(packed[expert], scales[expert], overall[expert], dtype=dtype)
+        replace_parameter(layer, name, dense)
+
+
+def _weight_only(parent: Any) -> Any:
+    """A subclass of vLLM's CPU experts class `parent` that takes NVFP4 weights."""
+    from vllm.logger import init_logger
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
+
+    logger = init_logger("vllm.qwen_nvfp4_patches")
+
+    class CpuNvFp4Experts(parent):  # type: ignore[misc]
+        """Bit for bit what the experts' BF16 dequantization computes."""
+
+        def __init__(self, moe_config: Any, quant_config: Any) -> None:
+            super().__init__(moe_config, quant_config)
+            logger.info_once("Using %s on %s for NVFP4 MoE", "CpuNvFp4Experts", parent.__name__)
+
+        @staticmethod
+        def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+            return bool(weight_key == kNvfp4Static and activation_key in (None, kNvfp4Dynamic))
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            dequantize_experts(layer, self.moe_config.in_dtype)
+            super().process_weights_after_loading(layer)
+
+    return CpuNvFp4Experts
+
+
+def _rounding(parent: Any) -> Any:
+    """A subclass of `parent` that also rounds activations to NVFP4, expert by expert in plain PyTorch: for comparing
+    numerics, not for speed.
+    """
+    import torch
+    from torch.nn import functional
+    from vllm.logger import init_logger
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
+
+    logger = init_logger("vllm.qwen_nvfp4_patches")
+
+    class CpuNvFp4W4A4Experts(parent):  # type: ignore[misc]
+        """What a W4A4 kernel computes, with BF16 products."""
+
+        def __init__(self, moe_config: Any, quant_config: Any) -> None:
+            super().__init__(moe_config, quant_config)
+            logger.info_once("Using %s for NVFP4 MoE", "CpuNvFp4W4A4Experts")
+
+        @staticmethod
+        def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+            return bool(weight_key == kNvfp4Static and activation_key == kNvfp4Dynamic)
+
+        @staticmethod
+        def _supports_activation(activation: Any) -> bool:
+            return bool(activation == MoEActivation.SILU)
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            dequantize_experts(layer, self.moe_config.in_dtype)
+            rounding_op()
+
+        def apply(  # noqa: PLR0917 - vLLM's signature
+            self,
+            output: torch.Tensor,
+            hidden_states: torch.Tensor,
+            w1: torch.Tensor,
+            w2: torch.Tensor,
+            topk_weights: torch.Tensor,
+            topk_ids: torch.Tensor,
+            *_: Any,
+            apply_router_weight_on_input: bool = False,
+            **__: Any,
+        ) -> None:
+            rounded = torch.ops.qwen_nvfp4.round_to_nvfp4(hidden_states, self.a1_gscale.reciprocal())
+            total = torch.zeros(hidden_states.shape, dtype=torch.float32)
+            for expert in topk_ids.unique().tolist():
+                token, place = (topk_ids == expert).nonzero(as_tuple=True)
+                gate, up = functional.linear(rounded[token], w1[expert]).chunk(2, dim=-1)
+                middle = functional.silu(gate) * up
+                middle = torch.ops.qwen_nvfp4.round_to_nvfp4(middle, self.a2_gscale.reciprocal())
+                result = functional.linear(middle, w2[expert]).float()
+                if not apply_router_weight_on_input:
+                    result *= topk_weights[token, place].float().unsqueeze(-1)
+                total.index_add_(0, token, result)
+            output.copy_(total)
+
+    return CpuNvFp4W4A4Experts
+
+
+@functools.cache
+def experts_classes() -> tuple[Any, ...]:
+    """Our experts classes in the order of preference: activation-rounding first when the setting asks for it."""
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+
+    names = ("X86CPUUnquantizedExperts", "ArmCPUUnquantizedExperts", "CPUUnquantizedExperts")
+    parents = [seams.require_attribute(cpu_moe, name) for name in names]
+    rounding = (_rounding(parents[-1]),) if cpu_activations() is CpuActivations.W4A4 else ()
+    return (*rounding, *(_weight_only(parent) for parent in parents))
+
+
+def _needed() -> Need:
+    from vllm.triton_utils import HAS_TRITON
+
+    if HAS_TRITON:
+        return Need(False, "Triton is present, so vLLM's own NVFP4 emulation can run")
+    return Need(True, "vLLM's NVFP4 experts need a GPU or Triton")
+
+
+def _apply() -> None:
+    from vllm.model_executor.layers.fused_moe.oracle import nvfp4
+
+    def with_cpu_experts(original: Any) -> Any:
+        def backend_to_kernel_cls(backend: Any) -> list[Any]:
+            # EMULATION is the backend whose converter hands the checkpoint's layout through untouched.
+            return list(experts_classes()) if backend is nvfp4.NvFp4MoeBackend.EMULATION else list(original(backend))
+
+        return backend_to_kernel_cls
+
+    seams.replace_function(nvfp4, "backend_to_kernel_cls", with_cpu_experts, parameters=("backend",))
+
+
+PATCH = Patch(
+    name="cpu-nvfp4-moe",
+    platform=Platform.CPU,
+    changes="oracle.nvfp4.backend_to_kernel_cls answers EMULATION with CpuNvFp4Experts",
+    why="no NVFP4 experts implementation runs without a GPU or Triton, so no NVFP4 MoE model starts on CPU",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/model_executor/layers/fused_moe/oracle/nvfp4.py",
+    remove_when="vLLM selects NVFP4 experts for CPU by itself",
+    serves_nvfp4=True,
+    needed=_needed,
+    apply=_apply,
+)

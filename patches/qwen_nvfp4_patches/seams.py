@@ -1,0 +1,64 @@
+"""The only functions that write to vLLM. Each may run twice, and each checks first what it is about to change."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from qwen_nvfp4_serve.errors import UnsupportedHostError
+
+_MARK = "_qwen_nvfp4_original"
+
+
+def require_parameters(function: Callable[..., Any], *names: str) -> None:
+    """Raises UnsupportedHostError unless `function` takes exactly the parameters `names`, in order."""
+    seen = tuple(inspect.signature(function).parameters)
+    if seen != names:
+        where = f"{function.__module__}.{function.__qualname__}"
+        raise UnsupportedHostError(
+            f"parameters of {where}",
+            seen=", ".join(seen) or "none",
+            expected=", ".join(names),
+            do="Install a vLLM inside the tested window, or set PATCHES=off to run without patches",
+        )
+
+
+def require_attribute(owner: Any, name: str) -> Any:
+    """`owner.name`, or UnsupportedHostError saying that this vLLM has none."""
+    if not hasattr(owner, name):
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise UnsupportedHostError(
+            f"{where}.{name}",
+            seen="absent",
+            expected="present in the tested window",
+            do="Install a vLLM inside the tested window, or set PATCHES=off to run without patches",
+        )
+    return getattr(owner, name)
+
+
+def add_once(items: list[type], item: type, *, first: bool = False) -> None:
+    """Puts the class `item` at the end of `items`, or first, unless one of that name is there already."""
+    if all(present.__name__ != item.__name__ for present in items):
+        items.insert(0 if first else len(items), item)
+
+
+def replace_function(
+    module: ModuleType, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], parameters: Sequence[str]
+) -> None:
+    """Replaces function `module.name` by `make(original)`, everywhere that vLLM has imported it by name.
+
+    parameters: what the original must take, or UnsupportedHostError is raised. Modules imported later read the new one
+    from `module`. A function that was replaced here before is left alone.
+    """
+    original = require_attribute(module, name)
+    if hasattr(original, _MARK):
+        return
+    require_parameters(original, *parameters)
+    replacement = make(original)
+    setattr(replacement, _MARK, original)
+    for loaded in list(sys.modules.values()):
+        if getattr(loaded, "__name__", "").startswith("vllm") and vars(loaded).get(name) is original:
+            setattr(loaded, name, replacement)
