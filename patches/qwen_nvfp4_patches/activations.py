@@ -47,12 +47,11 @@ def rounding_op() -> Any:
         rows = x.reshape(-1, x.shape[-1])
         return quantize_nvfp4(rows, global_scale.reshape(())).dequantize(x.dtype).reshape(x.shape)
 
+    def like_x(x: torch.Tensor, _global_scale: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
     # The annotations are strings here, so the schema is given in words.
-    operator = torch.library.custom_op(
-        "qwen_nvfp4::round_to_nvfp4",
-        round_to_nvfp4,
-        mutates_args=(),
-        schema="(Tensor x, Tensor global_scale) -> Tensor",
-    )
-    operator.register_fake(lambda x, global_scale: torch.empty_like(x))
+    schema = "(Tensor x, Tensor global_scale) -> Tensor"
+    operator = torch.library.custom_op("qwen_nvfp4::round_to_nvfp4", round_to_nvfp4, mutates_args=(), schema=schema)
+    operator.register_fake(like_x)
     return operator

@@ -33,7 +33,7 @@ def kernel_class() -> Any:
         @classmethod
         def can_implement(cls, c: Any) -> tuple[bool, str | None]:
             shape = c.weight_quant_key.scale.group_shape
-            if shape.is_per_tensor() or shape.is_per_token():
+            if shape.is_per_tensor() or shape.is_per_channel() or shape.is_per_token():
                 return True, None
             return False, "takes per-tensor and per-channel weight scales"
 
