@@ -1,0 +1,50 @@
+"""The `qwen-nvfp4` command. This package alone prints, parses arguments and exits; each command is one module."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+from rich.console import Console
+
+from qwen_nvfp4_serve import __version__
+from qwen_nvfp4_serve.errors import QwenNvfp4Error
+
+COMMANDS = ("serve", "smoke")
+EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="qwen-nvfp4",
+    help="Serve Qwen3.5 in NVFP4 with vLLM on one Blackwell card, or a small model on a CPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    """Options that come before the command."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point: runs one command and exits with its code; an error we know is one line on standard error."""
+    for name in COMMANDS:
+        importlib.import_module(f"qwen_nvfp4_serve.cli.{name}").register(app)
+    try:
+        app()
+    except QwenNvfp4Error as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {_escape(str(error))}")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _escape(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

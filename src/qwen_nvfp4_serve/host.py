@@ -1,0 +1,74 @@
+"""What this machine is: cards, container engine, compiler. Standard library only: it runs before any install."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+PROBE_TIMEOUT_S = 20.0  # nvidia-smi takes several seconds on a host whose driver is not persistent
+GPU_FIELDS = "name,compute_cap,memory.total,memory.free,driver_version"
+MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One visible card. `memory_bytes` and `free_bytes` are None where the driver does not say (unified memory)."""
+
+    name: str
+    capability: tuple[int, int] | None
+    memory_bytes: int | None
+    free_bytes: int | None
+    driver: str | None
+
+
+def detect_gpus() -> tuple[Gpu, ...]:
+    """The cards that nvidia-smi reports and CUDA_VISIBLE_DEVICES does not hide; empty when there is none."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ()
+    text = run_probe("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits")
+    return tuple(gpu for line in (text or "").splitlines() if (gpu := _parse_gpu(line)))
+
+
+def _parse_gpu(line: str) -> Gpu | None:
+    fields = [field.strip() for field in line.split(",")]
+    if len(fields) != len(GPU_FIELDS.split(",")):
+        return None
+    name, capability, total, free, driver = fields
+    major, _, minor = capability.partition(".")
+    return Gpu(
+        name=name,
+        capability=(int(major), int(minor)) if major.isdigit() and minor.isdigit() else None,
+        memory_bytes=int(total) * MIB if total.isdigit() else None,
+        free_bytes=int(free) * MIB if free.isdigit() else None,
+        driver=driver or None,
+    )
+
+
+def docker_runs_nvidia() -> bool:
+    """True when a container engine answers, has the NVIDIA runtime, and the compose plugin is there."""
+    text = run_probe("docker", "info", "--format", "{{json .Runtimes}}")
+    try:
+        runtimes = json.loads(text or "{}")
+    except ValueError:
+        return False
+    return "nvidia" in (runtimes or {}) and run_probe("docker", "compose", "version") is not None
+
+
+def has_cxx_compiler() -> bool:
+    """True when torch's inductor would find a C++ compiler: $CXX, else g++ or clang++ on PATH."""
+    named = os.environ.get("CXX")
+    return any(shutil.which(name) for name in ([named] if named else ["g++", "clang++"]))
+
+
+def run_probe(*argv: str) -> str | None:
+    """Standard output of a command that exits 0 in time; None when it is missing, fails or hangs."""
+    if shutil.which(argv[0]) is None:
+        return None
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

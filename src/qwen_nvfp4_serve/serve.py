@@ -1,0 +1,170 @@
+"""From settings to a running server: resolve the model, plan, check, launch, supervise."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from qwen_nvfp4_serve import preflight
+from qwen_nvfp4_serve.capacity import plan_capacity
+from qwen_nvfp4_serve.client import ask_once
+from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
+from qwen_nvfp4_serve.host import detect_gpus, has_cxx_compiler
+from qwen_nvfp4_serve.launch import Host, Launch, Model, build_launch
+from qwen_nvfp4_serve.models import ModelRef, find_model, resolve_model
+from qwen_nvfp4_serve.settings import Loaded, Settings
+from qwen_nvfp4_serve.stages import Report
+from qwen_nvfp4_serve.supervisor import Supervisor
+from qwen_nvfp4_serve.synthetic import CheckpointSpec, ensure_checkpoint
+from qwen_nvfp4_serve.synthetic.config import model_config as embedded_config
+
+GPU_DEFAULT, CPU_DEFAULT = "qwen3.5-35b-a3b", "embedded"
+EMBEDDED_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A launch that passed every check, the settings it came from, and whether the model is our own."""
+
+    launch: Launch
+    settings: Settings
+    embedded: bool
+
+
+def prepare(loaded: Loaded, report: Report) -> Prepared:
+    """Facts, model, plan, checks, command: all before the first process, and nothing written. Raises QwenNvfp4Error."""
+    settings = loaded.settings
+    device = choose_device(settings)
+    preflight.check_exposure(settings, device, preflight.check_version(device))
+    preflight.check_plugin()
+    ref = resolve_model(settings.model or (GPU_DEFAULT if device == "cuda" else CPU_DEFAULT))
+    model = locate(ref, settings)
+    config = model_config(ref, model)
+    preflight.check_patches(settings, device, config)
+    gpu = detect_gpus()[0] if device == "cuda" else None
+    launch = build_launch(
+        settings,
+        model=model,
+        capacity=plan_capacity(settings, row=ref.row, config=config, gpu=gpu),
+        host=Host(device=device, python=sys.executable, has_cxx=has_cxx_compiler(), in_container=in_container()),
+        passthrough=loaded.passthrough,
+    )
+    for notice in (*loaded.notices, *launch.notices):
+        report("notice", notice)
+    return Prepared(launch, settings, embedded=is_embedded(ref))
+
+
+def is_embedded(ref: ModelRef) -> bool:
+    """True for the catalogue's own model, which is generated, not downloaded."""
+    return ref.row is not None and ref.row.repo is None
+
+
+def in_container() -> bool:
+    """True inside our image, which sets this variable."""
+    return "QWEN_NVFP4_CONTAINER" in os.environ
+
+
+def model_config(ref: ModelRef, model: Model) -> dict[str, Any] | None:
+    """config.json as vLLM will read it; None for a hub model that is not on this disk yet."""
+    if is_embedded(ref):
+        return embedded_config(CheckpointSpec(seed=EMBEDDED_SEED))
+    return preflight.read_config(Path(model.source)) if model.local else None
+
+
+def choose_device(settings: Settings) -> Literal["cuda", "cpu"]:
+    """`cuda` or `cpu` as DEVICE says; `auto` takes a card when there is one and the installed vLLM can use it."""
+    if settings.device == "cpu":
+        return "cpu"
+    gpus = detect_gpus()
+    if settings.device == "cuda" and not gpus:
+        raise UnsupportedHostError(
+            "DEVICE=cuda and nvidia-smi shows no card", do="Install the driver, or set DEVICE=cpu."
+        )
+    if settings.device == "cuda":
+        return "cuda"
+    return "cuda" if gpus and preflight.installed_kind() == "cuda" else "cpu"
+
+
+def locate(ref: ModelRef, settings: Settings) -> Model:
+    """Where vLLM finds the model and the names clients may use."""
+    if is_embedded(ref):
+        return Model(source=str(embedded_folder(settings)), ids=(CPU_DEFAULT,), revision=None, local=True)
+    if ref.path is not None:
+        return Model(
+            source=str(ref.path.resolve()), ids=(ref.path.resolve().name, str(ref.path)), revision=None, local=True
+        )
+    repo = ref.repo
+    if repo is None:
+        raise UsageError("MODEL", seen=ref.given, expected="a catalogue name, a folder or a hub id")
+    row = ref.row or find_model(repo)
+    alias = row.name if row else repo.split("/")[-1].lower()
+    return Model(source=repo, ids=(alias, repo), revision=settings.revision or ref.revision, local=False)
+
+
+def cache_dir(settings: Settings) -> Path:
+    """Our cache folder: CACHE_DIR, else the user's cache folder."""
+    if settings.cache_dir:
+        return Path(settings.cache_dir).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qwen-nvfp4-serve"
+
+
+def embedded_folder(settings: Settings) -> Path:
+    """Where the embedded model is kept."""
+    return cache_dir(settings) / "embedded"
+
+
+def write_embedded(settings: Settings, report: Report) -> None:
+    """Generate the embedded model in our cache unless it is there (a few seconds the first time)."""
+    folder = embedded_folder(settings)
+    if not folder.exists():
+        report("download", f"writing the embedded model to {folder}")
+    try:
+        ensure_checkpoint(folder, CheckpointSpec(seed=EMBEDDED_SEED))
+    except OSError as error:
+        raise UsageError(
+            f"the cache folder {folder} cannot be written ({error.strerror})", do="Set CACHE_DIR to a writable folder."
+        ) from None
+
+
+def child_environment(launch: Launch, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Our environment plus the launch's; PYTHONPATH is prepended, not replaced."""
+    base = dict(os.environ if environ is None else environ)
+    added = dict(launch.environment)
+    if "PYTHONPATH" in added and base.get("PYTHONPATH"):
+        added["PYTHONPATH"] = os.pathsep.join((added["PYTHONPATH"], base["PYTHONPATH"]))
+    return base | added
+
+
+def run(prepared: Prepared, report: Report) -> int:
+    """Start the server and stay until it ends; the exit code of the command (see Supervisor.run)."""
+    launch, settings = prepared.launch, prepared.settings
+    preflight.check_port(settings.bind_host, settings.port)
+    if prepared.embedded:
+        write_embedded(settings, report)
+    supervisor = Supervisor(
+        argv=launch.argv,
+        environment=child_environment(launch),
+        probe=_probe(launch, settings),
+        report=report,
+        ready_message=ready_message(launch, has_key=settings.vllm_api_key is not None),
+        start_timeout_s=settings.start_timeout_s,
+        shutdown_timeout_s=settings.shutdown_timeout_s,
+    )
+    return supervisor.run()
+
+
+def _probe(launch: Launch, settings: Settings) -> Callable[[], bool]:
+    key = settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
+    return lambda: ask_once(launch.url, launch.model_id, key)
+
+
+def ready_message(launch: Launch, *, has_key: bool) -> str:
+    """URL, model id and a curl line to paste."""
+    auth = '-H "Authorization: Bearer $VLLM_API_KEY" ' if has_key else ""
+    body = f'{{"model": "{launch.model_id}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 64}}'
+    curl = f"curl {launch.url}/chat/completions {auth}-H 'Content-Type: application/json' -d '{body}'"
+    return f"{launch.url} serves {launch.model_id}. Try:\n  {curl}"

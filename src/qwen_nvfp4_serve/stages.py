@@ -1,0 +1,53 @@
+"""What a start is doing, one line a stage: for people, or one JSON object a line for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Literal
+
+Stage = Literal[
+    "install",
+    "preflight",
+    "download",
+    "verify",
+    "load",
+    "compile",
+    "warm-up",
+    "READY",
+    "stopping",
+    "stopped",
+    "failed",
+    "notice",
+]
+Report = Callable[[Stage, str], None]
+
+
+def text_report(began: float | None = None) -> Report:
+    """A reporter that writes `[qwen-nvfp4 12.3s] load: …` to standard output; `began` is a time.monotonic() reading."""
+    start = time.monotonic() if began is None else began
+
+    def report(stage: Stage, message: str) -> None:
+        sys.stdout.write(f"[qwen-nvfp4 {time.monotonic() - start:6.1f}s] {stage}: {message}\n")
+        sys.stdout.flush()
+
+    return report
+
+
+def json_report(began: float | None = None) -> Report:
+    """A reporter that writes `{"stage": …, "elapsed_s": …, "message": …}` lines to standard output."""
+    start = time.monotonic() if began is None else began
+
+    def report(stage: Stage, message: str) -> None:
+        row = {"stage": stage, "elapsed_s": round(time.monotonic() - start, 2), "message": message}
+        sys.stdout.write(json.dumps(row, ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+
+    return report
+
+
+def reporter(log_format: Literal["text", "json"]) -> Report:
+    """The reporter that LOG_FORMAT asks for, its clock starting now."""
+    return json_report() if log_format == "json" else text_report()

@@ -1,0 +1,205 @@
+"""Run vLLM as a supervised child: report its stages, forward signals, and end every process it started.
+
+vLLM ends with exit code 0 when its engine dies, and hangs on SIGTERM while a stream is open (seen with 0.32 and 0.33,
+vllm#48966). So this process remembers whether it asked for the end, and holds a deadline of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+
+import psutil
+
+from qwen_nvfp4_serve.stages import Report, Stage
+
+EXIT_STOPPED, EXIT_FAILED = 0, 1
+POLL_S = 0.1
+READY_POLL_S = 0.5
+KILL_MARGIN_S = 10.0  # what vLLM takes to close down after its own shutdown timeout
+START_STOP_S = 5.0  # a server that is not READY has nothing to drain
+REAP_S = 5.0
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+# vLLM's own log lines that begin a stage (v1/worker/*, v1/engine/core.py of 0.32 and 0.33).
+STAGE_LINES: tuple[tuple[re.Pattern[str], Stage, str], ...] = (
+    (re.compile(r"Starting to load model|Loading safetensors checkpoint shards:\s+0%"), "load", "reading the weights"),
+    (re.compile(r"Dynamo bytecode transform|torch\.compile takes|Compiling a graph"), "compile", "compiling the model"),
+    (
+        re.compile(r"Model loading took|Loading weights took"),
+        "warm-up",
+        "weights loaded; allocating the cache, warming up",
+    ),
+)
+CAUSE = re.compile(r"\b(\w*(?:Error|Exception|Interrupt)\b: .+)")
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """One supervised run. `probe` returns True once the server answered a real request (it may block for seconds)."""
+
+    argv: tuple[str, ...]
+    environment: Mapping[str, str]
+    probe: Callable[[], bool]
+    report: Report
+    ready_message: str
+    start_timeout_s: float
+    shutdown_timeout_s: float
+    _signals: list[int] = field(default_factory=list)
+    _seen_stages: set[Stage] = field(default_factory=set)
+    _tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=400))
+    _ready: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> int:
+        """Start, watch and end the child; 0 when stopped on request, 1 when it ended by itself or never got ready."""
+        _become_subreaper()
+        handlers = {
+            number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        }
+        self.report("load", "starting vLLM")
+        child = subprocess.Popen(
+            self.argv,
+            env=dict(self.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - no thread of ours runs yet
+        )
+        reader = threading.Thread(target=self._read, args=(child,), daemon=True)
+        reader.start()
+        threading.Thread(target=self._await_ready, args=(child,), daemon=True).start()
+        try:
+            return self._watch(child)
+        finally:
+            end_all(child.pid)
+            reader.join(timeout=1.0)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _watch(self, child: subprocess.Popen[str]) -> int:
+        deadline = time.monotonic() + self.start_timeout_s
+        while child.poll() is None:
+            if self._signals:
+                return self._stop(child)
+            if not self._ready.is_set() and time.monotonic() > deadline:
+                self.report(
+                    "failed",
+                    f"not READY after START_TIMEOUT_S={self.start_timeout_s:g}. Raise it for a slow disk or download.",
+                )
+                return EXIT_FAILED
+            time.sleep(POLL_S)
+        when = "while serving" if self._ready.is_set() else "before it was READY"
+        self.report("failed", f"vLLM ended by itself {when} (its exit code {child.returncode}). {self._cause()}")
+        return EXIT_FAILED
+
+    def _stop(self, child: subprocess.Popen[str]) -> int:
+        drain_s = self.shutdown_timeout_s + KILL_MARGIN_S if self._ready.is_set() else START_STOP_S
+        name = signal.Signals(self._signals[0]).name
+        self.report(
+            "stopping",
+            f"{name}: running requests get {self.shutdown_timeout_s:g} s to finish; a second signal ends them",
+        )
+        child.terminate()
+        deadline = time.monotonic() + drain_s
+        while child.poll() is None and time.monotonic() < deadline and len(self._signals) < 2:
+            time.sleep(POLL_S)
+        if child.poll() is None:
+            why = "a second signal" if len(self._signals) > 1 else f"still running after {drain_s:g} s"
+            self.report("stopping", f"ending vLLM's processes: {why}")
+        end_all(child.pid)
+        self.report("stopped", "every process has ended")
+        return EXIT_STOPPED
+
+    def _read(self, child: subprocess.Popen[str]) -> None:
+        for line in child.stdout or ():
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            self._tail.append(line.rstrip())
+            for pattern, stage, message in STAGE_LINES:
+                if stage not in self._seen_stages and not self._ready.is_set() and pattern.search(line):
+                    self._seen_stages.add(stage)
+                    self.report(stage, message)
+
+    def _await_ready(self, child: subprocess.Popen[str]) -> None:
+        while child.poll() is None and not self._signals:
+            if self.probe():
+                self._ready.set()
+                self.report("READY", self.ready_message)
+                return
+            time.sleep(READY_POLL_S)
+
+    def _cause(self) -> str:
+        causes = [
+            match.group(1)
+            for line in self._tail
+            if (match := CAUSE.search(line)) and "Engine core initialization failed" not in line
+        ]
+        return f"The cause it gave: {causes[0][:600]}" if causes else "See its log above."
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)
+
+
+def end_all(leader_pid: int) -> None:
+    """Kill the process group of `leader_pid` and all below this process, and reap them; returns when they are gone."""
+    me = psutil.Process()
+    deadline = time.monotonic() + REAP_S
+    while time.monotonic() < deadline:
+        _kill_group(leader_pid)
+        left = [process for process in me.children(recursive=True) if _kill(process)]
+        _reap()
+        if not left:
+            return
+        psutil.wait_procs(left, timeout=0.2)
+
+
+def _kill_group(leader_pid: int) -> None:
+    try:
+        os.killpg(leader_pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _kill(process: psutil.Process) -> bool:
+    try:
+        process.kill()
+    except psutil.NoSuchProcess:
+        return False
+    return True
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _become_subreaper() -> None:
+    """Orphans of vLLM become our children, so that `end_all` still finds them (Linux)."""
+    if sys.platform == "linux":
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _die_with_parent() -> None:
+    """In the child: SIGTERM when this process is killed outright (Linux)."""
+    if sys.platform == "linux":
+        _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
