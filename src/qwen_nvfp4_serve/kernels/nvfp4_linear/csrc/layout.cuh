@@ -1,0 +1,128 @@
+// How weights, scales and activations meet in the MMA registers. Host and device: a CPU test runs these same functions.
+//
+// One warp step is 32 weight rows by 128 columns. With g = lane / 4 and t = lane % 4, a lane owns, for each of its 4 rows,
+// the 32 columns 32 t .. 32 t + 31 of the step: one 16-byte load, two scale blocks.
+// mma.m16n8k16 sums over 16 slots; lane t supplies slots {2t, 2t+1} (first register of a pair) and {2t+8, 2t+9} (second)
+// of both operands, so any column may sit in any slot as long as weights and activations agree. Both use the order that
+// decoding makes cheap: register i of an 8-column word holds columns (i, i + 4).
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define NVFP4_HD __host__ __device__ __forceinline__
+#define NVFP4_UNROLL _Pragma("unroll")
+#else
+#define NVFP4_HD inline
+#define NVFP4_UNROLL
+#endif
+
+namespace nvfp4 {
+
+constexpr int kStepColumns = 128;   // columns of one warp step
+constexpr int kLaneColumns = 32;    // consecutive columns of one lane
+constexpr int kWarpRows = 32;       // rows of one warp: 8 in each quarter of a 128-row scale tile
+constexpr int kTileRows = 128;      // rows of a scale tile
+constexpr int kTileBytes = 512;     // bytes of a scale tile: 128 rows x 4 blocks
+constexpr float kUnscale = 256.0f;  // decode() * scale_pair() is the weight times 2^-8
+
+struct Word4 {
+    uint32_t v[4];
+};
+
+// Row within the CTA's block of lane group g's quarter q. Rows 32 apart share 16 scale bytes in the 128x4 order.
+NVFP4_HD int row_in_block(int warp, int g, int q) { return warp / 4 * kTileRows + q * 32 + warp % 4 * 8 + g; }
+
+// Byte of the packed matrix where lane t's 32 columns of `step` begin.
+NVFP4_HD int64_t weight_offset(int64_t row, int64_t columns, int step, int t) {
+    return row * (columns / 2) + step * (kStepColumns / 2) + t * (kLaneColumns / 2);
+}
+
+// Byte of the scale buffer with 4 words, one per quarter q, of 4 blocks each; lane t needs blocks 2 (t % 2) and the next.
+NVFP4_HD int64_t scale_offset(int64_t row_tile, int64_t group_tiles, int step, int warp, int g, int t) {
+    return (row_tile * group_tiles + step * 2 + t / 2) * kTileBytes + (warp % 4 * 8 + g) * 16;
+}
+
+NVFP4_HD uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
+#if defined(__CUDA_ARCH__)
+    return __byte_perm(a, b, selector);
+#else
+    const uint64_t both = (uint64_t(b) << 32) | a;
+    uint32_t result = 0;
+    for (int i = 0; i < 4; ++i) result |= uint32_t((both >> (((selector >> (4 * i)) & 7) * 8)) & 0xff) << (8 * i);
+    return result;
+#endif
+}
+
+// Two bf16 products. Exact wherever the kernel uses it: at most 6 significant bits, inside bf16's range.
+NVFP4_HD uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+    uint32_t result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));
+    return result;
+#else
+    uint32_t result = 0;
+    for (int half = 0; half < 2; ++half) {
+        const uint32_t a_bits = (a >> (16 * half)) << 16, b_bits = (b >> (16 * half)) << 16;
+        float x, y;
+        std::memcpy(&x, &a_bits, 4), std::memcpy(&y, &b_bits, 4);
+        const float product = float(double(x) * double(y));
+        uint32_t bits;
+        std::memcpy(&bits, &product, 4);
+        result |= (bits >> 16) << (16 * half);
+    }
+    return result;
+#endif
+}
+
+// Eight E2M1 codes (column 0 in the low nibble) as bf16 pairs times 2^-126: register i holds columns (i, i + 4).
+// Sign goes to bit 15, exponent and mantissa to bits 8..6; the subnormal code 0.5 becomes bf16's own subnormal.
+NVFP4_HD Word4 decode(uint32_t codes) {
+    constexpr uint32_t sign = 0x80008000u, magnitude = 0x01C001C0u;
+    return {{((codes << 12) & sign) | ((codes << 6) & magnitude), ((codes << 8) & sign) | ((codes << 2) & magnitude),
+             ((codes << 4) & sign) | ((codes >> 2) & magnitude), (codes & sign) | ((codes >> 6) & magnitude)}};
+}
+
+// Selector that takes lane t's two scale bytes out of a word of four blocks, each to the low byte of a half.
+NVFP4_HD uint32_t scale_selector(int t) { return t % 2 ? 0x4342u : 0x4140u; }
+
+// Two E4M3 scales as bf16 times 2^118. E4M3 bits shifted to bf16's place read as the scale times 2^-120, subnormals
+// included; 2^238 is beyond one bf16 factor, hence 2^119 twice.
+NVFP4_HD uint32_t scale_pair(uint32_t word, uint32_t selector) {
+    const uint32_t raw = byte_permute(word, 0, selector) << 4;
+    return multiply_bf16x2(multiply_bf16x2(raw, 0x7B007B00u), 0x7B007B00u);
+}
+
+// Scale `block` (0: the lane's columns 0..15, 1: its columns 16..31) in both halves.
+NVFP4_HD uint32_t spread(uint32_t pair, int block) { return byte_permute(pair, 0, block ? 0x3232u : 0x1010u); }
+
+// Eight consecutive bf16 activations in decode()'s order: register i holds columns (i, i + 4).
+NVFP4_HD Word4 permute_activations(Word4 x) {
+    return {{byte_permute(x.v[0], x.v[2], 0x5410u), byte_permute(x.v[0], x.v[2], 0x7632u),
+             byte_permute(x.v[1], x.v[3], 0x5410u), byte_permute(x.v[1], x.v[3], 0x7632u)}};
+}
+
+// The A operand of one word (8 columns) of the lane's 4 rows: weights times 2^-8.
+NVFP4_HD void decode_word(const Word4 (&weights)[4], const uint32_t (&scale)[4], int word, Word4 (&a)[4]) {
+NVFP4_UNROLL
+    for (int q = 0; q < 4; ++q) {
+        a[q] = decode(weights[q].v[word]);
+        const uint32_t s = spread(scale[q], word / 2);
+NVFP4_UNROLL
+        for (int i = 0; i < 4; ++i) a[q].v[i] = multiply_bf16x2(a[q].v[i], s);
+    }
+}
+
+// Registers of one m16n8k16: row half h takes quarters 2h (rows g) and 2h + 1 (rows g + 8); pass p the word's columns
+// {2p, 2p + 4} (slots 2t, 2t + 1) and {2p + 1, 2p + 5} (slots 2t + 8, 2t + 9). B is registers 2p and 2p + 1 of the chunk.
+NVFP4_HD Word4 mma_weights(const Word4 (&a)[4], int h, int p) {
+    return {{a[2 * h].v[2 * p], a[2 * h + 1].v[2 * p], a[2 * h].v[2 * p + 1], a[2 * h + 1].v[2 * p + 1]}};
+}
+
+// Eight consecutive columns out of decode()'s order.
+NVFP4_HD Word4 restore_order(Word4 w) {
+    return {{byte_permute(w.v[0], w.v[1], 0x5410u), byte_permute(w.v[2], w.v[3], 0x5410u),
+             byte_permute(w.v[0], w.v[1], 0x7632u), byte_permute(w.v[2], w.v[3], 0x7632u)}};
+}
+
+}  // namespace nvfp4

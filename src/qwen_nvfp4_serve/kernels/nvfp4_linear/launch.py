@@ -1,0 +1,125 @@
+"""Launches on torch's current stream, and the workspaces they share. No checks: the op in `__init__` has made them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels.nvfp4_linear import binding
+
+# Bound on the bf16 copy of weight rows that a large-M call works through.
+DEQUANTIZED_BYTES = 128 * 2**20
+ROW_TILE = 128
+
+# One set per device and stream: calls on one stream follow each other, calls on two may not share memory.
+_partials: dict[tuple[int, int], torch.Tensor] = {}
+_dequantized: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Bytes of both workspaces of one stream on `device`, whatever the shapes."""
+    with torch.cuda.device(device):
+        return int(binding.library().nvfp4_linear_workspace_bytes()) + DEQUANTIZED_BYTES
+
+
+def small_m(  # noqa: PLR0917
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    *,
+    variant: int = -1,
+    grid: int = 0,
+    dependent: bool = True,
+) -> None:
+    """Fills y [M, N] for M of at most 64. variant and grid override the choice made for M, for measurements."""
+    m, k = x.shape
+    with torch.cuda.device(x.device):
+        call = binding.LinearCall(
+            packed=packed.data_ptr(),
+            scales=scales.data_ptr(),
+            row_scale=row_scale.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            x=x.data_ptr(),
+            y=y.data_ptr(),
+            workspace=_partial_workspace(x.device).data_ptr(),
+            x_stride=x.stride(0),
+            y_stride=y.stride(0),
+            m=m,
+            n=packed.shape[0],
+            k=k,
+            variant=variant,
+            grid=grid,
+            dependent=int(dependent),
+        )
+        error = binding.library().nvfp4_linear(ctypes.byref(call), torch.cuda.current_stream().cuda_stream)
+    binding.check(error, f"NVFP4 linear of {m} tokens, [{packed.shape[0]}, {k}]")
+
+
+def dequantize_rows(packed: torch.Tensor, scales: torch.Tensor, first_row: int, out: torch.Tensor) -> None:
+    """Fills out, bf16 [rows, K], with E2M1 times E4M3 of the weight rows from `first_row`, a multiple of 128. Exact."""
+    n, k = packed.shape[0], packed.shape[1] * 2
+    pointers = [tensor.data_ptr() for tensor in (packed, scales, out)]
+    with torch.cuda.device(packed.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        error = binding.library().nvfp4_dequantize(*pointers, first_row, out.shape[0], n, k, stream)
+    binding.check(error, f"dequantizing rows from {first_row} of [{n}, {k}]")
+
+
+def large_m(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    shards: Sequence[tuple[int, float]],
+    y: torch.Tensor,
+) -> None:
+    """Fills y [M, N] through the bf16 workspace, a bounded number of weight rows at a time.
+
+    shards: rows and global scale of each; the scale is the GEMM's alpha, so that every output is rounded once.
+    """
+    n, k = packed.shape[0], x.shape[1]
+    workspace = _dequantized_workspace(x.device)
+    capacity = max(workspace.numel() // k // ROW_TILE, 1) * ROW_TILE
+    for first in range(0, n, capacity):
+        stop = min(n, first + capacity)
+        rows = workspace[: (stop - first) * k].view(stop - first, k)
+        dequantize_rows(packed, scales, first, rows)
+        begin = 0
+        for count, scale in shards:
+            low, high = max(begin, first), min(begin + count, stop)
+            begin += count
+            if low < high:
+                out = y[:, low:high]
+                torch.addmm(out, x, rows[low - first : high - first].T, beta=0, alpha=scale, out=out)
+
+
+def _partial_workspace(device: torch.device) -> torch.Tensor:
+    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _partials:
+        _refuse_capture("the small-M kernel")
+        size_bytes = int(binding.library().nvfp4_linear_workspace_bytes())
+        _partials[key] = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+    return _partials[key]
+
+
+def _dequantized_workspace(device: torch.device) -> torch.Tensor:
+    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _dequantized:
+        _refuse_capture("the large-M path")
+        _dequantized[key] = torch.empty(DEQUANTIZED_BYTES // 2, dtype=torch.bfloat16, device=device)
+    return _dequantized[key]
+
+
+def _refuse_capture(what: str) -> None:
+    # Memory first allocated inside a capture belongs to that graph, and its zeroing would be part of it.
+    if torch.cuda.is_current_stream_capturing():
+        raise UsageError(
+            f"the workspace of {what}",
+            seen="not there when a CUDA graph capture began",
+            do="Run the layer once on the capture's stream before capturing.",
+        )
