@@ -54,7 +54,7 @@ def prepare_weight(
     """Checkpoint tensors as the op takes them; nothing is copied but the scales.
 
     packed: uint8 [N, K/2], contiguous. block_scale: float8_e4m3fn [N, K/16], not swizzled. shard_rows: rows of each
-    fused projection, N in all. shard_scales: each one's global multiplier. Raises UsageError where these do not fit together.
+    fused projection, N in all. shard_scales: each one's global multiplier. Raises UsageError where these do not fit.
     """
     n = packed.shape[0]
     if sum(shard_rows) != n or len(shard_rows) != len(shard_scales):

@@ -29,7 +29,7 @@ struct Params {
     int m, n, k;
     int64_t x_stride, y_stride;
     int steps;        // per row block
-    int64_t total;    // row blocks * steps
+    int total;        // row blocks * steps
     int group_tiles;  // scale tiles along K
 };
 
@@ -86,14 +86,14 @@ struct WeightCursor {
     const uint8_t* row[4];
     const uint8_t* scale;
 
-    __device__ void seek(const Params& p, int64_t block, int step) {
+    __device__ void seek(const Params& p, int block, int step) {
         const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            const int64_t r = min(block * S::rows + row_in_block(warp, g, q), int64_t(p.n - 1));
+            const int r = min(block * S::rows + row_in_block(warp, g, q), p.n - 1);
             row[q] = p.packed + weight_offset(r, p.k, step, t);
         }
-        const int64_t tile = min(block * (S::rows / kTileRows) + warp / 4, int64_t((p.n - 1) / kTileRows));
+        const int tile = min(block * (S::rows / kTileRows) + warp / 4, (p.n - 1) / kTileRows);
         scale = p.scales + scale_offset(tile, p.group_tiles, step, warp, g, t);
     }
 
@@ -174,11 +174,11 @@ __device__ __forceinline__ void multiply_step(float (&acc)[2][Tiles][4], const F
 }
 
 template <class S, int Tiles>
-__device__ __forceinline__ void store_block(const Params& p, int64_t block, const float (&acc)[2][Tiles][4]) {
+__device__ __forceinline__ void store_block(const Params& p, int block, const float (&acc)[2][Tiles][4]) {
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-        const int64_t row = block * S::rows + row_in_block(warp, g, q);
+        const int row = block * S::rows + row_in_block(warp, g, q);
         if (row >= p.n) continue;
         const float scale = p.row_scale[row] * kUnscale;
         const float bias = p.bias ? __bfloat162float(p.bias[row]) : 0.0f;
@@ -194,13 +194,15 @@ __device__ __forceinline__ void store_block(const Params& p, int64_t block, cons
 }
 
 // CTA that holds flattened step `s`, for CTA c holding [total c / grid, total (c + 1) / grid).
-__device__ __forceinline__ int64_t owner_of(int64_t s, int64_t total) { return ((s + 1) * gridDim.x - 1) / total; }
+__device__ __forceinline__ int owner_of(int s, int total) { return int((int64_t(s + 1) * gridDim.x - 1) / total); }
 
 // Leaves this CTA's part of a row block in `partial`; true in the CTA that arrives last, with the whole sum in acc.
 template <class S, int Tiles>
-__device__ __forceinline__ bool combine_block(const Params& p, int64_t block, bool starts_block, float (&acc)[2][Tiles][4]) {
-    const int64_t first = owner_of(block * p.steps, p.total), last = owner_of((block + 1) * p.steps - 1, p.total);
-    const auto slot = [&](int64_t cta, bool starts) { return reinterpret_cast<float4*>(p.partial + (cta * 2 + starts) * S::slot_floats) + threadIdx.x; };
+__device__ __forceinline__ bool combine_block(const Params& p, int block, bool starts_block, float (&acc)[2][Tiles][4]) {
+    const int first = owner_of(block * p.steps, p.total), last = owner_of((block + 1) * p.steps - 1, p.total);
+    const auto slot = [&](int cta, bool starts) {
+        return reinterpret_cast<float4*>(p.partial + int64_t(cta * 2 + starts) * S::slot_floats) + threadIdx.x;
+    };
     float4* mine = slot(blockIdx.x, starts_block);
 #pragma unroll
     for (int i = 0; i < 2 * Tiles; ++i) {
@@ -218,7 +220,7 @@ __device__ __forceinline__ bool combine_block(const Params& p, int64_t block, bo
 #pragma unroll
     for (int i = 0; i < 2 * Tiles; ++i) {
         float4 sum = __ldcg(slot(first, true) + i * S::threads);
-        for (int64_t cta = first + 1; cta <= last; ++cta) {
+        for (int cta = first + 1; cta <= last; ++cta) {
             const float4 v = __ldcg(slot(cta, false) + i * S::threads);
             sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
         }
@@ -233,10 +235,9 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
     using S = Shape<Tiles, Warps, StageSteps>;
     extern __shared__ uint4 stages[];
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    int64_t position = p.total * blockIdx.x / gridDim.x;
-    const int64_t end = p.total * (blockIdx.x + 1) / gridDim.x;
-    int64_t block = position / p.steps;
-    int first = int(position - block * p.steps);
+    int position = int(int64_t(p.total) * blockIdx.x / gridDim.x);
+    const int end = int(int64_t(p.total) * (blockIdx.x + 1) / gridDim.x);
+    int block = position / p.steps, first = position % p.steps;
     WeightCursor<S> cursor;
     Fragment current;
     cursor.seek(p, block, first);
@@ -251,32 +252,41 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
     const uint4* lane_x_last = stages + min((Tiles - 1) * 8 + g, p.m - 1) * 4 + t;
 
     while (true) {
-        const int stop = int(min(int64_t(p.steps), first + end - position));
+        const int stop = min(p.steps, first + end - position);
         float acc[2][Tiles][4] = {};
         activations.request(p, stages, first);
         activations.finish(p, stages);
         __syncthreads();
-        int buffer = 0;
-        for (int step = first; step < stop; step += StageSteps) {
+        int buffer = 0, step = first;
+        // Whole stages, unrolled so that two sets of registers take turns; then what is left, one step at a time.
+        for (; step + StageSteps <= stop; step += StageSteps) {
             const bool more = step + StageSteps < stop;
             uint4* following = stages + (S::stage_chunks - buffer);
             if (more) activations.request(p, following, step + StageSteps);
+            Fragment fragments[2];
+            fragments[0] = current;
 #pragma unroll
             for (int i = 0; i < StageSteps; ++i) {
-                if (i > 0 && step + i >= stop) break;
-                Fragment upcoming = current;
-                if (step + i + 1 < stop) cursor.load(upcoming, i + 1);
+                if (i + 1 < StageSteps || more) cursor.load(fragments[(i + 1) % 2], i + 1);
                 const int offset = buffer + i * 16 * S::tokens;
-                multiply_step<Tiles>(acc, current, selector, lane_x + offset, lane_x_last + offset);
-                current = upcoming;
+                multiply_step<Tiles>(acc, fragments[i % 2], selector, lane_x + offset, lane_x_last + offset);
             }
+            current = fragments[StageSteps % 2];
             cursor.advance(StageSteps);
             if (more) activations.finish(p, following);
             __syncthreads();
             buffer = S::stage_chunks - buffer;
         }
+        for (int offset = buffer; StageSteps > 1 && step < stop; ++step, offset += 16 * S::tokens) {
+            Fragment upcoming;
+            if (step + 1 < stop) cursor.load(upcoming, 1);
+            multiply_step<Tiles>(acc, current, selector, lane_x + offset, lane_x_last + offset);
+            current = upcoming;
+            cursor.advance(1);
+        }
+        __syncthreads();
         const bool whole = first == 0 && stop == p.steps, starts = first == 0;
-        const int64_t done = block;
+        const int done = block;
         position += stop - first;
         if (position < end) {
             block += 1, first = 0;
@@ -395,7 +405,7 @@ int32_t nvfp4_linear(const Nvfp4LinearCall* call, void* stream) {
     const Variant& v = kVariants[index];
     const int steps = call->k / kStepColumns;
     const int64_t row_blocks = (int64_t(call->n) + v.rows - 1) / v.rows, total = row_blocks * steps;
-    if (row_blocks > kMaxRowBlocks) return cudaErrorInvalidValue;
+    if (row_blocks > kMaxRowBlocks || total > INT32_MAX) return cudaErrorInvalidValue;
     const int64_t resident = int64_t(card->multiprocessors) * card->blocks[index];
     int64_t grid = call->grid > 0 ? call->grid : total / kMinStepsPerCta;
     grid = grid > resident ? resident : grid < 1 ? 1 : grid;
@@ -405,7 +415,7 @@ int32_t nvfp4_linear(const Nvfp4LinearCall* call, void* stream) {
                         static_cast<const float*>(call->row_scale), static_cast<const __nv_bfloat16*>(call->bias),
                         static_cast<const __nv_bfloat16*>(call->x), static_cast<__nv_bfloat16*>(call->y),
                         reinterpret_cast<float*>(workspace + kCounterBytes), reinterpret_cast<unsigned*>(workspace),
-                        call->m, call->n, call->k, call->x_stride, call->y_stride, steps, total, call->k / 64};
+                        call->m, call->n, call->k, call->x_stride, call->y_stride, steps, int(total), call->k / 64};
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
