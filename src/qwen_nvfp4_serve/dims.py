@@ -121,7 +121,7 @@ def dims_from_config(config: Mapping[str, object]) -> Dims:
     is_moe = "moe" in str(model_type)
     sizes = {**_TEXT_DEFAULTS, **(_MOE_DEFAULTS if is_moe else _DENSE_DEFAULTS)}
     value = {key: _count(text, key, default) for key, default in sizes.items()}
-    attention_layers, gdn_layers = _layer_counts(text, value["num_hidden_layers"])
+    attention_layers, gdn_layers = _layer_counts(config)
     return Dims(
         hidden=value["hidden_size"],
         attention_layers=attention_layers,
@@ -169,20 +169,29 @@ def _count(section: Mapping[str, object], key: str, default: int, *, least: int 
     return seen
 
 
-def _layer_counts(text: Mapping[str, object], layers: int) -> tuple[int, int]:
+def attention_pattern(config: Mapping[str, object]) -> tuple[bool, ...]:
+    """For each decoder layer of a parsed config.json, whether it is attention (True) or GDN. Raises UsageError."""
+    text = _section(config, "text_config") or config
+    sizes = _MOE_DEFAULTS if "moe" in str(config.get("model_type")) else _DENSE_DEFAULTS
+    layers = _count(text, "num_hidden_layers", sizes["num_hidden_layers"])
     kinds = text.get("layer_types")
     if kinds is None:
         interval = _count(text, "full_attention_interval", 4)
-        attention = layers // interval
-    else:
-        if not isinstance(kinds, list) or set(kinds) - {"linear_attention", "full_attention"} or len(kinds) != layers:
-            expected = f"{layers} times linear_attention or full_attention"
-            raise UsageError("config.json: layer_types", seen=repr(kinds)[:60], expected=expected)
-        attention = kinds.count("full_attention")
-    if not 0 < attention < layers:
-        seen = f"{attention} attention and {layers - attention} GDN layers"
+        return tuple((index + 1) % interval == 0 for index in range(layers))
+    known = ("linear_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
+        expected = f"{layers} times linear_attention or full_attention"
+        raise UsageError("config.json: layer_types", seen=repr(kinds)[:60], expected=expected)
+    return tuple(kind == "full_attention" for kind in kinds)
+
+
+def _layer_counts(config: Mapping[str, object]) -> tuple[int, int]:
+    pattern = attention_pattern(config)
+    attention, gdn = sum(pattern), len(pattern) - sum(pattern)
+    if not attention or not gdn:
+        seen = f"{attention} attention and {gdn} GDN layers"
         raise UsageError("config.json: layers", seen=seen, expected="at least one of each kind")
-    return attention, layers - attention
+    return attention, gdn
 
 
 def _state_dtype(text: Mapping[str, object]) -> StateDtype:

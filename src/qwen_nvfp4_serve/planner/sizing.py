@@ -52,13 +52,12 @@ class Sizing:
 
     @property
     def context(self) -> int:
-        """Tokens: what was asked, else the largest that fits, else (where nothing fits) one block."""
+        """Tokens: what was asked, else the largest that fits, else the model's own."""
         most = self.request.model.dims.max_context
         if self.request.context is not None:
             return self.request.context
-        if self.largest_context is None:
-            return most
-        return self.largest_context if self.largest_context >= LEAST_CONTEXT else min(most, self.layout.block_tokens)
+        largest = self.largest_context
+        return most if largest is None or largest < LEAST_CONTEXT else largest
 
 
 def advice_for(request: PlanRequest) -> Recommendation | None:
@@ -94,7 +93,9 @@ def _budget(request: PlanRequest) -> Budget | None:
     gpu = request.gpu
     if gpu is None:
         return None
-    total = request.total_bytes or (gpu.memory_bytes if gpu.unified_memory else gpu.usable_bytes)
+    # vLLM takes its fraction of what CUDA sees, which is less than what nvidia-smi lists.
+    seen = gpu.memory_bytes if gpu.unified_memory else gpu.usable_bytes
+    total = min(request.total_bytes or seen, seen)
     free = min(total, gpu.usable_bytes if request.free_bytes is None else request.free_bytes)
     usable = free - headroom_bytes(total, unified=gpu.unified_memory)
     if request.utilization is not None:

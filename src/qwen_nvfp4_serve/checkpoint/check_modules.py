@@ -1,0 +1,104 @@
+"""Faults of the matrices: what the config says of each against how it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from qwen_nvfp4_serve.checkpoint.contents import Contents, Group, Module
+from qwen_nvfp4_serve.checkpoint.faults import Finding, Severity
+from qwen_nvfp4_serve.checkpoint.naming import Area, Unit
+from qwen_nvfp4_serve.checkpoint.schemes import PLAIN, Resolver, SplitError, Unquantized
+
+NVFP4_BLOCK = 16
+# Marlin, the kernel of cards without native FP4 and of W4A16, works in tiles of 64; others pad.
+TILE = 64
+
+SeverityOf = Callable[[Area], Severity]
+
+
+def check_modules(contents: Contents, resolver: Resolver, severity_of: SeverityOf) -> Iterator[Finding]:
+    """Findings for every unit; severity_of says how much a fault in an area matters."""
+    packed = [group for group in contents.groups.values() if any(is_packed(module) for module in group.modules)]
+    if isinstance(resolver, Unquantized):
+        yield from _undeclared(packed, severity_of)
+        return
+    any_scale = any(module.global_scale for group in packed for module in group.modules)
+    for group in contents.groups.values():
+        unit = group.unit
+        if _is_unknown(unit, resolver):
+            continue
+        severity = severity_of(unit.area)
+        try:
+            expected = resolver.scheme(unit)
+        except SplitError as split:
+            says = f"{unit.name} would mix schemes: {split.reason}"
+            yield Finding(severity=severity, code="fused-split", name=unit.name, says=says, topic=_topic(unit))
+            continue
+        findings = list(_storage(group, expected, severity))
+        yield from findings
+        if not findings:
+            yield from _matrix(group, severity, any_scale=any_scale)
+
+
+def is_packed(module: Module) -> bool:
+    """True when the module's weights are stored in fewer bits than BF16."""
+    return module.label not in (None, PLAIN)
+
+
+def _is_unknown(unit: Unit, resolver: Resolver) -> bool:
+    return any(name.endswith(unit.name.rpartition("layers.")[2]) for name in resolver.unknown)
+
+
+def _topic(unit: Unit) -> str:
+    return "visual" if unit.area is Area.VISUAL else unit.kind
+
+
+def _undeclared(packed: list[Group], severity_of: SeverityOf) -> Iterator[Finding]:
+    for group in packed:
+        says = f"{group.unit.name} is packed, but no quantization is declared"
+        yield Finding(severity=severity_of(group.unit.area), code="undeclared", name=group.unit.name, says=says)
+
+
+def _storage(group: Group, expected: str, severity: Severity) -> Iterator[Finding]:
+    """Modules stored otherwise than vLLM will read them."""
+    unit = group.unit
+    wanted = expected.partition(" ")[0]
+    for module in group.modules:
+        stored = module.label
+        if stored is None or stored == wanted or (stored == "INT" and wanted.startswith("INT")):
+            continue
+        if wanted == PLAIN:
+            why = "vLLM never quantizes it" if unit.is_plain else "the config leaves it in BF16"
+            code, says = "ignored-but-packed", f"{module.name} is stored as {stored}, but {why}"
+        elif stored == PLAIN:
+            code, says = "quantized-but-plain", f"{module.name} is BF16, but the config makes it {expected}"
+        else:
+            code, says = "scheme-differs", f"{module.name} is stored as {stored}, but the config makes it {expected}"
+        yield Finding(severity=severity, code=code, name=module.name, says=says, topic=_topic(unit))
+
+
+def _matrix(group: Group, severity: Severity, *, any_scale: bool) -> Iterator[Finding]:
+    """Faults inside NVFP4 matrices that are stored as declared."""
+    modules = [module for module in group.modules if module.label == "NVFP4" and module.matrix is not None]
+    if not modules:
+        return
+    unit, topic = group.unit, _topic(group.unit)
+    for module in modules:
+        if "weight_scale" not in module.tensors or module.global_scale is None:
+            # A checkpoint that has no scale anywhere was stripped on purpose; a single hole is damage.
+            level = severity if any_scale else Severity.WARNING
+            if unit.area is not Area.VISUAL:
+                says = f"{module.name} is packed and has no scales"
+                yield Finding(severity=level, code="missing-scale", name=module.name, says=says, topic=topic)
+    rows = [module.matrix.shape[0] for module in modules if module.matrix and len(module.matrix.shape) == 2]
+    inputs = [2 * module.matrix.shape[1] for module in modules if module.matrix and len(module.matrix.shape) == 2]
+    if not rows:
+        return
+    outputs = rows[0] if unit.leaf == "experts" else sum(rows)
+    if any(columns % NVFP4_BLOCK for columns in inputs):
+        says = f"{unit.name} has {inputs[0]:,} inputs, not a multiple of {NVFP4_BLOCK}: no NVFP4 kernel takes it"
+        yield Finding(severity=severity, code="kernel-dims", name=unit.name, says=says, topic=topic)
+    elif outputs % TILE or any(columns % TILE for columns in inputs):
+        size = f"{outputs:,} outputs and {inputs[0]:,} inputs"
+        says = f"{unit.name} has {size}, not multiples of {TILE}: Marlin cannot take it, other kernels pad"
+        yield Finding(severity=Severity.WARNING, code="odd-dims", name=unit.name, says=says, topic=topic)

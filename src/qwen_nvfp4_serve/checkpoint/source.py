@@ -1,0 +1,142 @@
+"""What a checkpoint folder holds: its JSON files and the headers of its shards, read without their data."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qwen_nvfp4_serve.checkpoint.header import LENGTH_BYTES, HeaderError, Tensor, header_length, parse_header
+from qwen_nvfp4_serve.errors import UsageError
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_JSON_BYTES = 200_000_000
+
+ScalarReader = Callable[[Sequence[Tensor]], list[float | None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One *.safetensors file. size_bytes None: not there. reason: why it cannot be read, None when it can."""
+
+    name: str
+    size_bytes: int | None
+    tensors: Mapping[str, Tensor]
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint's parts. `place` is the folder or hub id it came from.
+
+    index: the parsed index, None without one. read_scalars: first element of each tensor as a float, None where that
+    cannot be had; it may be slow (a request each on the hub), so callers bound how many they ask for.
+    """
+
+    place: str
+    config: Mapping[str, object]
+    hf_quant: Mapping[str, object] | None
+    index: Mapping[str, object] | None
+    shards: tuple[Shard, ...]
+    read_scalars: ScalarReader
+    scalars_are_cheap: bool = True
+
+
+def read_json_file(path: Path) -> Mapping[str, object] | None:
+    """The object in a JSON file, None when there is no such file. Raises UsageError when it is anything else."""
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise UsageError(f"{path}", seen=f"{path.stat().st_size:,} bytes", expected="a small JSON file")
+        parsed = parse_json(path.read_bytes(), str(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"{path}", seen=error.strerror or str(error), expected="a readable JSON file") from None
+    return parsed
+
+
+def parse_json(text: bytes, name: str) -> Mapping[str, object]:
+    """The object that `text` holds; raises UsageError naming the file when it is no JSON object."""
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{name}", seen=f"no JSON ({error})", expected="a JSON object") from None
+    if not isinstance(parsed, dict):
+        raise UsageError(f"{name}", seen=f"a JSON {type(parsed).__name__}", expected="a JSON object")
+    return parsed
+
+
+def shard_names(index: Mapping[str, object] | None, present: Sequence[str]) -> tuple[str, ...]:
+    """The shards to read: those that the index names, else all that are present; with a bad index the latter too."""
+    weight_map = index.get("weight_map") if index else None
+    if isinstance(weight_map, Mapping) and weight_map and all(isinstance(name, str) for name in weight_map.values()):
+        return tuple(sorted({str(name) for name in weight_map.values()}))
+    return tuple(sorted(present))
+
+
+def open_folder(folder: Path) -> Source:
+    """The parts of a checkpoint folder. Raises UsageError when it is no folder, or has no or a broken config.json."""
+    if not folder.is_dir():
+        seen = "a file" if folder.is_file() else "nothing there"
+        raise UsageError(f"checkpoint {folder}", seen=seen, expected="a folder with config.json and *.safetensors")
+    config = read_json_file(folder / "config.json")
+    if config is None:
+        raise UsageError(f"checkpoint {folder}", seen="no config.json", expected="config.json and *.safetensors")
+    index = read_json_file(folder / INDEX_NAME)
+    present = [path.name for path in folder.glob("*.safetensors")]
+    return Source(
+        place=str(folder),
+        config=config,
+        hf_quant=read_json_file(folder / "hf_quant_config.json"),
+        index=index,
+        shards=tuple(read_shard(folder, name) for name in shard_names(index, present)),
+        read_scalars=lambda tensors: _read_scalars(folder, tensors),
+    )
+
+
+def read_shard(folder: Path, name: str) -> Shard:
+    """The header of one file, or why it cannot be read; never raises."""
+    path = folder / name
+    if path.parent.resolve() != folder.resolve():
+        return Shard(name=name, size_bytes=None, tensors={}, reason="is outside the checkpoint's folder")
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = header_length(file.read(LENGTH_BYTES), size)
+            tensors = parse_header(file.read(length), name, size)
+    except FileNotFoundError:
+        return Shard(name=name, size_bytes=None, tensors={}, reason="is not there")
+    except OSError as error:
+        return Shard(name=name, size_bytes=None, tensors={}, reason=f"cannot be read: {error.strerror}")
+    except HeaderError as error:
+        return Shard(name=name, size_bytes=size, tensors={}, reason=error.reason)
+    return Shard(name=name, size_bytes=size, tensors=tensors)
+
+
+def decode_scalar(dtype: str, data: bytes) -> float | None:
+    """The number in the first bytes of an F32, BF16, F16 or F64 tensor; None for other types and short data."""
+    code, size = {"F32": ("<f", 4), "F16": ("<e", 2), "F64": ("<d", 8), "BF16": ("<f", 2)}.get(dtype, ("", 0))
+    if not code or len(data) < size:
+        return None
+    if dtype == "BF16":
+        data = b"\0\0" + data[:2]
+        size = 4
+    return float(struct.unpack(code, data[:size])[0])
+
+
+def _read_scalars(folder: Path, tensors: Sequence[Tensor]) -> list[float | None]:
+    values: list[float | None] = [None] * len(tensors)
+    by_shard: dict[str, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        by_shard.setdefault(tensor.shard, []).append(place)
+    for shard, places in by_shard.items():
+        try:
+            with (folder / shard).open("rb", buffering=0) as file:
+                for place in places:
+                    file.seek(tensors[place].start)
+                    values[place] = decode_scalar(tensors[place].dtype, file.read(8))
+        except OSError:
+            continue
+    return values
