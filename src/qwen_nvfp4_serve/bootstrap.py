@@ -55,13 +55,18 @@ def main(argv: Sequence[str]) -> int:
 def hands_over_to_docker() -> bool:
     """True when a card, Docker with the NVIDIA runtime and a compose file are here and DEVICE leaves the choice."""
     wanted = device_setting() == "auto" and (ROOT / "docker-compose.yml").exists()
-    return wanted and bool(detect_gpus()) and docker_runs_nvidia()
+    return wanted and has_gpu() and docker_runs_nvidia()
 
 
 def wants_gpu() -> bool:
     """True when this machine should get the GPU build of vLLM: DEVICE, else whether there is a card."""
     device = device_setting()
-    return device == "cuda" or (device != "cpu" and bool(detect_gpus()))
+    return device == "cuda" or (device != "cpu" and has_gpu())
+
+
+def has_gpu() -> bool:
+    """True when a card is there and CUDA_VISIBLE_DEVICES does not hide it."""
+    return bool(detect_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def device_setting() -> str:

@@ -24,12 +24,20 @@ class Gpu:
     driver: str | None
 
 
-def detect_gpus() -> tuple[Gpu, ...]:
-    """The cards that nvidia-smi reports and CUDA_VISIBLE_DEVICES does not hide; empty when there is none."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+def detect_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
+    """The cards that nvidia-smi reports, in the order of `visible`; empty when there is none.
+
+    visible: as CUDA_VISIBLE_DEVICES, indices with commas between; None for all, "" or "-1" for none. Cards named by
+    UUID are not told apart: then all count.
+    """
+    if visible in ("", "-1"):
         return ()
     text = run_probe("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits")
-    return tuple(gpu for line in (text or "").splitlines() if (gpu := _parse_gpu(line)))
+    gpus = [gpu for line in (text or "").splitlines() if (gpu := _parse_gpu(line))]
+    indices = [word.strip() for word in (visible or "").split(",")]
+    if not all(index.isdigit() for index in indices):
+        return tuple(gpus)
+    return tuple(gpus[int(index)] for index in indices if int(index) < len(gpus))
 
 
 def _parse_gpu(line: str) -> Gpu | None:

@@ -187,6 +187,8 @@ def _environment(settings: Settings, model: Model, host: Host, passthrough: dict
         added["VLLM_API_KEY"] = settings.vllm_api_key.get_secret_value()
     if settings.hf_token:
         added["HF_TOKEN"] = settings.hf_token.get_secret_value()
+    if settings.cuda_visible_devices is not None:
+        added["CUDA_VISIBLE_DEVICES"] = settings.cuda_visible_devices
     if settings.hf_home:
         added["HF_HOME"] = settings.hf_home
     if settings.hf_hub_offline or model.local:

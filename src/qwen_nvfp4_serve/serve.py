@@ -45,7 +45,7 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     model = locate(ref, settings)
     config = model_config(ref, model)
     preflight.check_patches(settings, device, config)
-    gpu = detect_gpus()[0] if device == "cuda" else None
+    gpu = detect_gpus(settings.cuda_visible_devices)[0] if device == "cuda" else None
     launch = build_launch(
         settings,
         model=model,
@@ -79,7 +79,7 @@ def choose_device(settings: Settings) -> Literal["cuda", "cpu"]:
     """`cuda` or `cpu` as DEVICE says; `auto` takes a card when there is one and the installed vLLM can use it."""
     if settings.device == "cpu":
         return "cpu"
-    gpus = detect_gpus()
+    gpus = detect_gpus(settings.cuda_visible_devices)
     if settings.device == "cuda" and not gpus:
         raise UnsupportedHostError(
             "DEVICE=cuda and nvidia-smi shows no card", do="Install the driver, or set DEVICE=cpu."

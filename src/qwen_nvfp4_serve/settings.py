@@ -75,7 +75,7 @@ class Settings(BaseSettings):
     model: Text | None = knob(
         None,
         "model",
-        "Catalogue name (`qwen-nvfp4 models`), hub id or local path. Unset: `qwen3.5-35b-a3b` on a GPU, "
+        "Catalogue name (`qwen-nvfp4 models` lists them), hub id or local path. Unset: `qwen3.5-35b-a3b` on a GPU, "
         "`embedded` without one.",
     )
     revision: Text | None = knob(None, "model", "Hub revision (40 hex digits recommended). Unset: the catalogue's.")
@@ -116,6 +116,7 @@ class Settings(BaseSettings):
     device: Literal["auto", "cuda", "cpu"] = knob(
         "auto", "kernels", "`cuda`, `cpu`, or `auto`: a card if there is one."
     )
+    cuda_visible_devices: Text | None = knob(None, "kernels", "Cards to use, by index: `0` or `0,1`. Unset: all.")
     patches: Literal["on", "off"] = knob("on", "kernels", "`off` runs vLLM as it is, to compare.")
     nvfp4_backend: Literal["auto", "hybrid", "marlin", "flashinfer-cutlass", "flashinfer-b12x", "stock"] = knob(
         "auto", "kernels", "Who computes NVFP4 layers on a card; `auto` lets vLLM choose until ours are admitted."

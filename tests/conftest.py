@@ -1,0 +1,48 @@
+"""What a test may need of the machine, and a real server for those that talk to one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+from qwen_nvfp4_serve.host import detect_gpus, run_probe
+
+
+def _has_cpu_vllm() -> bool:
+    from qwen_nvfp4_serve.preflight import installed_kind
+
+    return installed_kind() == "cpu"
+
+
+PROBES: dict[str, tuple[Callable[[], bool], str]] = {
+    "docker": (lambda: run_probe("docker", "info") is not None, "no container engine answers `docker info`"),
+    "nvcc": (lambda: shutil.which("nvcc") is not None, "nvcc is not on PATH"),
+    "gpu": (lambda: bool(detect_gpus()), "nvidia-smi shows no card"),
+    "server": (_has_cpu_vllm, "vLLM's CPU build is not installed"),
+}
+
+
+def missing(thing: str) -> str | None:
+    """Why tests marked `thing` cannot run here; None when they can."""
+    probe, reason = PROBES[thing]
+    return None if probe() else reason
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, or fail it when REQUIRE names it (REQUIRE=docker,nvcc)."""
+    required = {word.strip() for word in os.environ.get("REQUIRE", "").split(",") if word.strip()}
+    unknown = required - PROBES.keys()
+    if unknown:
+        raise pytest.UsageError(f"REQUIRE names {sorted(unknown)}, expected some of {sorted(PROBES)}")
+    for thing in PROBES:
+        marked = [item for item in items if item.get_closest_marker(thing)]
+        reason = missing(thing) if marked else None
+        if reason is None:
+            continue
+        if thing in required:
+            raise pytest.UsageError(f"REQUIRE={thing}, but {reason}")
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))

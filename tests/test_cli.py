@@ -1,0 +1,110 @@
+"""The command line: dry-run, exit codes, one line for every refusal."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [str(Path(sys.executable).parent / "qwen-nvfp4")]
+
+
+def run(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    base = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG")}
+    base |= {"XDG_CACHE_HOME": str(cwd / "cache"), "DEVICE": "cpu"} | env
+    return subprocess.run([*COMMAND, *arguments], cwd=cwd, env=base, capture_output=True, text=True, check=False)
+
+
+def test_dry_run_prints_command_and_environment_and_writes_nothing(tmp_path: Path) -> None:
+    done = run("serve", "--dry-run", cwd=tmp_path, VLLM_API_KEY="hunter2")
+    assert done.returncode == 0, done.stderr
+    assert " serve " in done.stdout
+    assert "--kv-cache-dtype fp8" in done.stdout
+    assert "VLLM_API_KEY='********'" in done.stdout
+    assert "hunter2" not in done.stdout + done.stderr
+    assert "max_model_len is" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "says", "code"),
+    [
+        ("VLLM_NVFP4_GEMM_BACKEND=marlin", "linear-backend", 2),
+        ("MAX_MODEL_LENGTH=4096", "MAX_MODEL_LEN", 2),
+        ("KV_CACHE_DTYPE=nvfp4", "KV_CACHE_DTYPE", 2),
+        ("MAX_MODEL_LEN=1000000", "MAX_MODEL_LEN", 2),
+        ("MAX_MODEL_LEN=200000\nCPU_KV_CACHE_GIB=0.01", "MAX_MODEL_LEN", 2),
+        ("MODEL=no-such-model", "unknown model", 2),
+        ("MODEL=./missing", "missing", 2),
+        ("BIND_HOST=0.0.0.0", "/invocations", 2),
+        ("PATCHES=off", "NVFP4", 2),
+        ("TENSOR_PARALLEL=9", "TENSOR_PARALLEL", 2),
+        ("EXTRA_ARGS=--host 0.0.0.0", "BIND_HOST", 2),
+    ],
+)
+def test_serve_bad_setting_is_one_line_and_the_right_exit_code(tmp_path: Path, line: str, says: str, code: int) -> None:
+    (tmp_path / ".env").write_text(line + "\n")
+    done = run("serve", "--dry-run", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_serve_cuda_without_a_card_is_an_unsupported_host(tmp_path: Path) -> None:
+    done = run("serve", "--dry-run", cwd=tmp_path, DEVICE="cuda", CUDA_VISIBLE_DEVICES="-1")
+    assert done.returncode == 3
+    assert "DEVICE=cpu" in done.stderr
+
+
+def test_serve_crlf_env_file_serves_what_it_says(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_bytes(b"PORT=8123\r\nMAX_NUM_SEQS=3\r\n")
+    done = run("serve", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "--port 8123" in done.stdout
+    assert "--max-num-seqs 3" in done.stdout
+
+
+def test_serve_without_compiler_warns_once_and_runs_eager(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("python3", "sh"):
+        found = shutil.which(name)
+        assert found
+        (tools / name).symlink_to(found)
+    done = run("serve", "--dry-run", cwd=tmp_path, PATH=str(tools))
+    assert done.returncode == 0, done.stderr
+    assert "--enforce-eager" in done.stdout
+    assert done.stdout.count("C++ compiler") == 1
+
+
+def test_smoke_nothing_listens_is_one_line_and_1(tmp_path: Path) -> None:
+    done = run("smoke", "--base-url", "http://127.0.0.1:9", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "no OpenAI endpoint answers" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_version_and_models_print(tmp_path: Path) -> None:
+    assert run("--version", cwd=tmp_path).stdout.strip()
+    assert "qwen3.5-35b-a3b" in run("models", cwd=tmp_path, COLUMNS="200").stdout
+
+
+def test_help_lists_every_command(tmp_path: Path) -> None:
+    shown = run("--help", cwd=tmp_path, COLUMNS="200").stdout
+    for name in ("serve", "smoke", "models", "patches", "make-checkpoint"):
+        assert name in shown
+
+
+def test_unknown_command_is_wrong_use(tmp_path: Path) -> None:
+    assert run("serv", cwd=tmp_path).returncode == 2
+
+
+def test_dry_run_json_safe_environment_has_no_newlines(tmp_path: Path) -> None:
+    done = run("serve", "--dry-run", cwd=tmp_path)
+    names = [line.partition("=")[0] for line in done.stdout.splitlines() if not line.startswith("#")][:-1]
+    assert all(name.isidentifier() for name in names), json.dumps(names)

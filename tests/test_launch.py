@@ -1,0 +1,111 @@
+"""The command: what is served by default, what a knob changes, and that nothing secret is shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.launch import MASK, Capacity, Host, Launch, Model, build_launch, shown_environment
+from qwen_nvfp4_serve.settings import load_settings
+
+CPU = Host(device="cpu", python="python", has_cxx=True)
+GPU = Host(device="cuda", python="python", has_cxx=True)
+LOCAL = Model(source="/models/a", ids=("a",), revision=None, local=True)
+HUB = Model(source="owner/A", ids=("a", "owner/A"), revision="f" * 40, local=False)
+
+
+def launch(host: Host = CPU, model: Model = LOCAL, capacity: Capacity | None = None, **env: str) -> Launch:
+    loaded = load_settings(None, env)
+    return build_launch(loaded.settings, model=model, capacity=capacity or Capacity(), host=host)
+
+
+def value_of(argv: tuple[str, ...], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def test_build_launch_serves_the_promised_defaults() -> None:
+    argv = launch().argv
+    assert value_of(argv, "--host") == "127.0.0.1"
+    assert value_of(argv, "--port") == "8000"
+    assert value_of(argv, "--kv-cache-dtype") == "fp8"
+    assert value_of(argv, "--reasoning-parser") == "qwen3"
+    assert value_of(argv, "--tool-call-parser") == "qwen3_coder"
+    assert {"--enable-prefix-caching", "--enable-auto-tool-choice", "--language-model-only"} <= set(argv)
+    assert "--enforce-eager" not in argv
+
+
+def test_build_launch_hub_model_is_served_under_alias_and_full_id_at_its_revision() -> None:
+    argv = launch(GPU, HUB).argv
+    start = argv.index("--served-model-name")
+    assert argv[start + 1 : start + 3] == ("a", "owner/A")
+    assert value_of(argv, "--revision") == "f" * 40
+
+
+def test_build_launch_knobs_reach_the_command() -> None:
+    argv = launch(
+        GPU, HUB, PORT="9000", KV_CACHE_DTYPE="bfloat16", PREFIX_CACHING="0", VISION="1", TENSOR_PARALLEL="2",
+        MAX_MODEL_LEN="4096", SPECULATIVE_TOKENS="2", GDN_PREFILL="triton", GPU_MEMORY_UTILIZATION="0.9",
+        NVFP4_BACKEND="marlin", EXTRA_ARGS="--seed 7", SERVED_MODEL_NAME="mine", SHUTDOWN_TIMEOUT_S="5",
+    ).argv  # fmt: skip
+    for flag, value in {
+        "--port": "9000", "--kv-cache-dtype": "bfloat16", "--tensor-parallel-size": "2", "--max-model-len": "4096",
+        "--gdn-prefill-backend": "triton", "--gpu-memory-utilization": "0.9", "--linear-backend": "marlin",
+        "--moe-backend": "marlin", "--seed": "7", "--served-model-name": "mine", "--shutdown-timeout": "5",
+    }.items():  # fmt: skip
+        assert value_of(argv, flag) == value
+    assert "--no-enable-prefix-caching" in argv
+    assert "--language-model-only" not in argv
+    assert '"num_speculative_tokens":2' in value_of(argv, "--speculative-config")
+
+
+def test_build_launch_without_compiler_is_eager_with_one_warning() -> None:
+    result = launch(Host(device="cpu", python="python", has_cxx=False))
+    assert "--enforce-eager" in result.argv
+    assert [notice for notice in result.notices if "compiler" in notice] == list(result.notices)
+    assert len(result.notices) == 1
+
+
+def test_build_launch_asked_for_eager_does_not_warn_about_the_compiler() -> None:
+    result = launch(Host(device="cpu", python="python", has_cxx=False), ENFORCE_EAGER="1")
+    assert result.argv.count("--enforce-eager") == 1
+    assert not result.notices
+
+
+def test_build_launch_in_a_container_listens_everywhere_whatever_is_published() -> None:
+    inside = Host(device="cpu", python="python", has_cxx=True, in_container=True)
+    assert value_of(launch(inside).argv, "--host") == "0.0.0.0"
+
+
+def test_build_launch_secrets_are_in_the_environment_only_and_masked_when_shown() -> None:
+    result = launch(VLLM_API_KEY="key-1", HF_TOKEN="hf-1")
+    assert result.environment["VLLM_API_KEY"] == "key-1"
+    assert result.environment["HF_TOKEN"] == "hf-1"
+    shown = shown_environment(result)
+    assert shown["VLLM_API_KEY"] == shown["HF_TOKEN"] == MASK
+    assert not any("key-1" in word or "hf-1" in word for word in (*result.argv, *result.notices, *shown.values()))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["--host 0.0.0.0", "--host=0.0.0.0", "--hos 0.0.0.0", "--api-key x", "--api_key x", "--uds /x", "--config f.yaml",
+     "--max-model-len 5", "--served-model-name z", "--port=1", "-tp 2", "--enforce-eager"],
+)  # fmt: skip
+def test_build_launch_extra_args_that_a_knob_owns_are_refused(extra: str) -> None:
+    with pytest.raises(UsageError, match="EXTRA_ARGS sets"):
+        launch(EXTRA_ARGS=extra)
+
+
+def test_build_launch_telemetry_is_off_and_only_our_plugin_loads() -> None:
+    environment = launch().environment
+    assert environment["VLLM_NO_USAGE_STATS"] == "1"
+    assert environment["VLLM_PLUGINS"] == "qwen_nvfp4"
+
+
+def test_build_launch_patches_off_and_activations_reach_the_plugin() -> None:
+    environment = launch(PATCHES="off", CPU_ACTIVATIONS="w4a4").environment
+    assert environment["QWEN_NVFP4_PATCHES"] == "off"
+    assert environment["QWEN_NVFP4_CPU_ACTIVATIONS"] == "w4a4"
+
+
+def test_build_launch_url_of_an_ipv6_host_has_brackets() -> None:
+    assert launch(BIND_HOST="::1").url == "http://[::1]:8000/v1"

@@ -1,0 +1,121 @@
+"""Checks before a start."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from qwen_nvfp4_serve import preflight
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
+from qwen_nvfp4_serve.launch import PLUGIN
+from qwen_nvfp4_serve.settings import Settings, load_settings
+
+
+def settings(**env: str) -> Settings:
+    return load_settings(None, env).settings
+
+
+@pytest.fixture
+def listening() -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(1)
+        yield server.getsockname()[1]
+
+
+def test_check_port_taken_is_one_line_naming_port_and_setting(listening: int) -> None:
+    with pytest.raises(QwenNvfp4Error, match=rf"port {listening} .*PORT") as caught:
+        preflight.check_port("127.0.0.1", listening)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 1
+
+
+def test_check_port_free_passes(listening: int) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        free = other.getsockname()[1]
+    preflight.check_port("127.0.0.1", free)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])
+def test_check_exposure_loopback_needs_no_key(host: str) -> None:
+    preflight.check_exposure(settings(BIND_HOST=host), "cpu", "0.32.0")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::"])
+def test_check_exposure_open_host_without_key_is_refused_naming_the_open_routes(host: str) -> None:
+    with pytest.raises(UsageError, match=r"VLLM_API_KEY.*/invocations.*/metrics"):
+        preflight.check_exposure(settings(BIND_HOST=host), "cuda", "0.33.0")
+
+
+def test_check_exposure_open_host_with_key_or_consent_passes_on_a_card() -> None:
+    preflight.check_exposure(settings(BIND_HOST="0.0.0.0", VLLM_API_KEY="k"), "cuda", "0.33.0")
+    preflight.check_exposure(settings(BIND_HOST="0.0.0.0", ALLOW_NO_KEY="1"), "cuda", "0.33.0")
+
+
+def test_check_exposure_old_cpu_build_stays_on_loopback() -> None:
+    with pytest.raises(UsageError, match="loopback only"):
+        preflight.check_exposure(settings(BIND_HOST="0.0.0.0", VLLM_API_KEY="k"), "cpu", "0.32.0")
+
+
+def test_check_exposure_name_that_is_no_address_is_refused() -> None:
+    with pytest.raises(UsageError, match="BIND_HOST"):
+        preflight.check_exposure(settings(BIND_HOST="my host"), "cpu", "0.32.0")
+
+
+@pytest.mark.parametrize(("found", "device"), [("0.31.0", "cpu"), ("0.34.0", "cpu"), ("0.32.0", "cuda"), (None, "cpu")])
+def test_check_version_outside_the_window_is_refused_naming_both(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, device: str
+) -> None:
+    monkeypatch.setattr(preflight, "installed_vllm", lambda: found)
+    with pytest.raises(UnsupportedHostError) as caught:
+        preflight.check_version(device)  # type: ignore[arg-type]
+    assert (found or "not installed") in str(caught.value)
+    assert "<0.34" in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_check_plugin_not_exactly_once_is_refused(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    point = EntryPoint(PLUGIN, "qwen_nvfp4_patches:register", preflight.PLUGIN_GROUP)
+    monkeypatch.setattr(preflight, "entry_points", lambda **_: [point] * count)
+    with pytest.raises(QwenNvfp4Error, match=f"{count} installed copies"):
+        preflight.check_plugin()
+
+
+def test_check_plugin_of_this_installation_is_there_once() -> None:
+    preflight.check_plugin()
+
+
+def test_check_patches_off_refuses_nvfp4_on_a_cpu_and_lets_bf16_through() -> None:
+    nvfp4 = {"quantization_config": {"format": "nvfp4-pack-quantized"}}
+    with pytest.raises(UsageError, match="NVFP4"):
+        preflight.check_patches(settings(PATCHES="off"), "cpu", nvfp4)
+    preflight.check_patches(settings(PATCHES="off"), "cpu", {})
+    preflight.check_patches(settings(), "cpu", nvfp4)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00"])
+def test_read_config_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        preflight.read_config(tmp_path)
+
+
+def test_read_config_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"config\.json"):
+        preflight.read_config(tmp_path)
+
+
+def test_is_nvfp4_knows_every_published_form() -> None:
+    assert preflight.is_nvfp4({"quantization_config": {"quant_algo": "NVFP4"}})
+    assert preflight.is_nvfp4({"quantization_config": {"quantized_layers": {"a": {"quant_algo": "W4A16_NVFP4"}}}})
+    assert preflight.is_nvfp4(
+        json.loads('{"quantization_config": {"g": {"weights": {"num_bits": 4, "type": "float"}}}}')
+    )
+    assert not preflight.is_nvfp4({"quantization_config": {"quant_method": "fp8"}})
+    assert not preflight.is_nvfp4({})

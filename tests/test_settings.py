@@ -1,0 +1,148 @@
+"""Settings: every wrong line of `.env` stops the start with the key and what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qwen_nvfp4_serve import knob_docs
+from qwen_nvfp4_serve import settings as settings_module
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.settings import Settings, knobs, load_settings
+
+
+@pytest.fixture
+def env_file(tmp_path: Path) -> Path:
+    return tmp_path / ".env"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("VLLM_NVFP4_GEMM_BACKEND=marlin", "linear-backend"),
+        ("VLLM_USE_FLASHINFER_MOE_FP4=1", "moe-backend"),
+        ("VLLM_ATTENTION_BACKEND=FLASHINFER", "attention-backend"),
+        ("MAX_MODEL_LENGTH=4096", "MAX_MODEL_LEN"),
+        ("GPU_MEMORY_UTILISATION=0.9", "GPU_MEMORY_UTILIZATION"),
+        ("KV_CACHE_DTYP=fp8", "KV_CACHE_DTYPE"),
+        ("max_model_len=4096", "MAX_MODEL_LEN"),
+        ("HOST=0.0.0.0", "BIND_HOST"),
+        ("API_KEY=x", "VLLM_API_KEY"),
+        ("TENSOR_PARALLEL_SIZE=2", "TENSOR_PARALLEL"),
+        ("SOMETHING_ELSE=1", "SOMETHING_ELSE"),
+        ("KV_CACHE_DTYPE=nvfp4", "refused by our policy"),
+        ("KV_CACHE_DTYPE=int8", "KV_CACHE_DTYPE"),
+        ("MAX_MODEL_LEN=4k", "MAX_MODEL_LEN"),
+        ("MAX_MODEL_LEN=-1", "MAX_MODEL_LEN"),
+        ("MAX_NUM_SEQS=0", "MAX_NUM_SEQS"),
+        ("GPU_MEMORY_UTILIZATION=94", "GPU_MEMORY_UTILIZATION"),
+        ("GPU_MEMORY_UTILIZATION=nan", "GPU_MEMORY_UTILIZATION"),
+        ("PORT=70000", "PORT"),
+        ("PORT=http", "PORT"),
+        ("VISION=maybe", "VISION"),
+        ("PATCHES=of", "PATCHES"),
+        ("DEVICE=gpu", "DEVICE"),
+        ("NVFP4_BACKEND=cutlass", "NVFP4_BACKEND"),
+        ("EXTRA_ARGS='--a \"'", "EXTRA_ARGS"),
+        ("just words", ".env line 1"),
+        ("MAX_NUM_SEQS=8\nMAX_NUM_BATCHED_TOKENS=16\nMAX_NUM_SEQS=64", "MAX_NUM_BATCHED_TOKENS"),
+    ],
+)
+def test_load_settings_bad_line_is_refused_naming_what_would_be_right(env_file: Path, line: str, says: str) -> None:
+    env_file.write_text(line + "\n")
+    with pytest.raises(UsageError, match=says) as caught:
+        load_settings(env_file, {})
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_load_settings_two_bad_values_are_both_named(env_file: Path) -> None:
+    env_file.write_text("PORT=0\nMAX_NUM_SEQS=x\n")
+    with pytest.raises(UsageError, match=r"PORT.*MAX_NUM_SEQS"):
+        load_settings(env_file, {})
+
+
+def test_load_settings_secret_of_wrong_kind_is_not_echoed(env_file: Path) -> None:
+    env_file.write_text("VLLM_API_KEY=hunter2\nPORT=0\n")
+    with pytest.raises(UsageError) as caught:
+        load_settings(env_file, {})
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("newline", ["\r\n", "\n"])
+def test_load_settings_file_of_windows_is_read(env_file: Path, newline: str) -> None:
+    env_file.write_bytes(b"\xef\xbb\xbf" + f"GPU_MEMORY_UTILIZATION=0.94{newline}PORT=8001{newline}".encode())
+    settings = load_settings(env_file, {}).settings
+    assert (settings.gpu_memory_utilization, settings.port) == (0.94, 8001)
+
+
+def test_load_settings_carriage_return_from_the_environment_is_stripped_with_a_notice() -> None:
+    loaded = load_settings(None, {"GPU_MEMORY_UTILIZATION": "0.94\r"})
+    assert loaded.settings.gpu_memory_utilization == 0.94
+    assert any("GPU_MEMORY_UTILIZATION" in notice for notice in loaded.notices)
+
+
+def test_load_settings_environment_wins_and_empty_means_unset(env_file: Path) -> None:
+    env_file.write_text("PORT=8001\nMODEL=\nexport MAX_NUM_SEQS=3  # comment\n")
+    settings = load_settings(env_file, {"PORT": "8002"}).settings
+    assert (settings.port, settings.model, settings.max_num_seqs) == (8002, None, 3)
+
+
+def test_load_settings_misspelt_environment_variable_is_refused_and_others_are_left_alone() -> None:
+    load_settings(None, {"PATH": "/bin", "HOSTNAME": "a", "PORTS": "1", "LANG": "C", "VLLM_LOGGING_LEVEL": "DEBUG"})
+    with pytest.raises(UsageError, match="MAX_MODEL_LEN"):
+        load_settings(None, {"MAX_MODEL_LENGTH": "1"})
+
+
+def test_load_settings_variables_of_vllm_pass_through_if_vllm_reads_them(
+    env_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qwen_nvfp4_serve.settings_names._vllm_variables", lambda: frozenset({"VLLM_LOGGING_LEVEL"}))
+    env_file.write_text("VLLM_LOGGING_LEVEL=DEBUG\nNCCL_DEBUG=INFO\n")
+    assert load_settings(env_file, {}).passthrough == {"VLLM_LOGGING_LEVEL": "DEBUG", "NCCL_DEBUG": "INFO"}
+    env_file.write_text("VLLM_LOGING_LEVEL=DEBUG\n")
+    with pytest.raises(UsageError, match="VLLM_LOGGING_LEVEL"):
+        load_settings(env_file, {})
+
+
+def test_load_settings_reads_file_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "VLLM_API_KEY").write_text("from-file\n")
+    monkeypatch.setattr(settings_module, "SECRETS_DIR", tmp_path)
+    key = load_settings(None, {}).settings.vllm_api_key
+    assert key is not None
+    assert key.get_secret_value() == "from-file"
+
+
+def test_load_settings_missing_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert load_settings(tmp_path / "none", {}).settings == Settings()
+
+
+def test_load_settings_file_that_is_no_text_is_refused(env_file: Path) -> None:
+    env_file.write_bytes(b"PORT=\xff\xfe\n")
+    with pytest.raises(UsageError, match="UTF-8"):
+        load_settings(env_file, {})
+
+
+def test_settings_every_knob_has_group_and_description() -> None:
+    for name, field in knobs().items():
+        assert name == name.upper()
+        assert field.description
+        assert isinstance(field.json_schema_extra, dict)
+        assert field.json_schema_extra["group"]
+
+
+def test_env_example_matches_the_knobs_and_loads(tmp_path: Path) -> None:
+    assert (knob_docs.ROOT / ".env.example").read_text() == knob_docs.env_example(), "run scripts/generate-docs"
+    lines = [
+        line.removeprefix("#") for line in knob_docs.env_example().splitlines() if "=" in line and line[1:2] != " "
+    ]
+    assert {line.partition("=")[0] for line in lines} == set(knobs())
+    uncommented = tmp_path / ".env"
+    uncommented.write_text("\n".join(lines))
+    assert load_settings(uncommented, {}).settings == Settings()
+
+
+def test_readme_table_matches_the_knobs() -> None:
+    readme = (knob_docs.ROOT / "README.md").read_text()
+    assert readme == knob_docs.with_table(readme), "run scripts/generate-docs"
