@@ -230,8 +230,15 @@ def test_plan_speculation_without_drafter_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "prefill"),
-    [("rtx-5090", "flashinfer"), ("gb10", "flashinfer"), ("h200", "flashinfer"), ("b200", "flashinfer")]
-    + [("rtx-4090", "triton"), ("rtx-3090", "triton"), (None, "triton")],
+    [
+        ("rtx-5090", "flashinfer"),
+        ("gb10", "flashinfer"),
+        ("h200", "flashinfer"),
+        ("b200", "flashinfer"),
+        ("rtx-4090", "triton"),
+        ("rtx-3090", "triton"),
+        (None, "triton"),
+    ],
 )
 def test_default_gdn_prefill_card_gives_vllms_choice(gpu: str | None, prefill: str) -> None:
     assert default_gdn_prefill(find_gpu(gpu) if gpu else None, request().model.dims) == prefill

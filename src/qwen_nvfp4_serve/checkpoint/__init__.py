@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qwen_nvfp4_serve.checkpoint.faults import Fault
 from qwen_nvfp4_serve.checkpoint.report import Report, inspect_source
-from qwen_nvfp4_serve.checkpoint.source import Source, open_folder
+from qwen_nvfp4_serve.checkpoint.source import Source, open_folder, without_collector
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.models import MODELS
 from qwen_nvfp4_serve.planner import PlanModel
@@ -27,9 +27,10 @@ __all__ = [
 
 def inspect_folder(folder: Path, *, speculative_tokens: int = 0, vision: bool = False) -> Report:
     """The report on a checkpoint folder. Raises UsageError when there is none or its JSON files are broken."""
-    source = open_folder(folder)
-    known = knows_type(str(source.config.get("model_type")))
-    return inspect_source(source, speculative_tokens=speculative_tokens, vision=vision, knows_type=known)
+    with without_collector():
+        source = open_folder(folder)
+        known = knows_type(str(source.config.get("model_type")))
+        return inspect_source(source, speculative_tokens=speculative_tokens, vision=vision, knows_type=known)
 
 
 def knows_type(model_type: str) -> bool | None:

@@ -29,7 +29,7 @@ def _check_index(source: Source, index: Mapping[str, object]) -> Iterator[Findin
         yield _index_finding("weight_map", f"{INDEX_NAME} has no weight_map")
         return
     present = {name: shard.name for shard in source.shards for name in shard.tensors}
-    for name, shard in weight_map.items():
+    for name, shard in weight_map.items() if present != weight_map else ():
         if present.get(name) != shard:
             where = f"is in {present[name]}" if name in present else "is in none"
             yield _index_finding(name, f"{INDEX_NAME} puts {name} into {shard}, but it {where}")

@@ -6,43 +6,40 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from qwen_nvfp4_serve.checkpoint.header import Tensor
-from qwen_nvfp4_serve.checkpoint.naming import Area, Unit, area_of, unit_of
+from qwen_nvfp4_serve.checkpoint.naming import Area, Unit, unit_of
 from qwen_nvfp4_serve.checkpoint.schemes import PLAIN
 
-GLOBAL_SCALES = ("weight_global_scale", "weight_scale_2")
 _PLAIN_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
-@dataclass(frozen=True, slots=True)
 class Module:
-    """One module of the checkpoint: its tensors by the last part of their names."""
+    """One module of the checkpoint, its tensors by the last part of their names.
 
-    name: str
-    tensors: dict[str, Tensor]
+    matrix: the tensor with the weights. global_scale: the per-tensor scale of an NVFP4 matrix. label: how the weights
+    are stored (`BF16`, `FP8`, `NVFP4`, `MXFP8`, `INT`), None for a module without a matrix.
+    """
 
-    @property
-    def matrix(self) -> Tensor | None:
-        """The tensor with the weights."""
-        return self.tensors.get("weight_packed") or self.tensors.get("weight") or self.tensors.get("qweight")
+    __slots__ = ("global_scale", "label", "matrix", "name", "tensors")
 
-    @property
-    def label(self) -> str | None:
-        """How the weights are stored: `BF16`, `FP8`, `NVFP4`, …; None for a module without a matrix."""
+    def __init__(self, name: str, tensors: dict[str, Tensor]) -> None:
+        self.name, self.tensors = name, tensors
+        self.matrix = tensors.get("weight_packed") or tensors.get("weight") or tensors.get("qweight")
+        self.global_scale = tensors.get("weight_global_scale") or tensors.get("weight_scale_2")
+        self.label = self._label()
+
+    def _label(self) -> str | None:
         matrix = self.matrix
         if matrix is None:
             stacked = next(iter(self.tensors.values()))
             return PLAIN if len(stacked.shape) == 3 and stacked.dtype in _PLAIN_DTYPES else None
         if matrix.dtype in ("U8", "F4"):
             return "NVFP4"
+        if matrix.dtype in _PLAIN_DTYPES:
+            return PLAIN
         if matrix.dtype.startswith("F8_"):
             scale = self.tensors.get("weight_scale")
             return "MXFP8" if scale is not None and scale.dtype in ("U8", "F8_E8M0") else "FP8"
-        return PLAIN if matrix.dtype in _PLAIN_DTYPES else "INT"
-
-    @property
-    def global_scale(self) -> Tensor | None:
-        """The per-tensor scale of an NVFP4 matrix."""
-        return next((self.tensors[name] for name in GLOBAL_SCALES if name in self.tensors), None)
+        return "INT"
 
     @property
     def size_bytes(self) -> int:
@@ -75,19 +72,30 @@ class Contents:
 
 def group_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Contents:
     """The contents of a checkpoint with these named tensors."""
-    modules: dict[str, Module] = {}
+    owners: dict[str, dict[str, Tensor]] = {}
     has_kv_scales = False
     for name, tensor in tensors:
         owner, _, leaf = name.rpartition(".")
         if leaf in ("k_scale", "v_scale"):
             has_kv_scales = True
             continue
-        modules.setdefault(owner, Module(owner, {})).tensors[leaf] = tensor
+        parts = owners.get(owner)
+        if parts is None:
+            parts = owners[owner] = {}
+        parts[leaf] = tensor
     groups: dict[str, Group] = {}
-    for module in modules.values():
-        unit = unit_of(module.name)
-        groups.setdefault(unit.name, Group(unit, [])).modules.append(module)
-    areas = {area_of(name + ".") for name in modules}
+    experts: dict[str, Group] = {}
+    for owner, parts in owners.items():
+        # A large model has 30,000 expert matrices: name their unit once for each layer.
+        layer, found, _ = owner.partition(".experts.")
+        group = experts.get(layer) if found else None
+        if group is None:
+            unit = unit_of(owner)
+            group = groups.setdefault(unit.name, Group(unit, []))
+            if found:
+                experts[layer] = group
+        group.modules.append(Module(owner, parts))
+    areas = {group.unit.area for group in groups.values()}
     return Contents(
         groups=groups,
         has_mtp=Area.MTP in areas,

@@ -47,7 +47,7 @@ class Tensor(NamedTuple):
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class HeaderError(Exception):
     """Why a file is no usable safetensors file, as the end of a sentence that begins with its name."""
 
@@ -76,24 +76,21 @@ def parse_header(text: bytes, shard: str, file_bytes: int) -> dict[str, Tensor]:
         raise HeaderError("has a header that is no JSON object")
     base = LENGTH_BYTES + len(text)
     tensors: dict[str, Tensor] = {}
+    data_bytes = 0
     try:
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
             first, end = entry["data_offsets"]
-            tensors[name] = Tensor(entry["dtype"], tuple(entry["shape"]), shard, base + first, end - first)
+            dtype, shape = entry["dtype"], tuple(entry["shape"])
+            bits = DTYPE_BITS.get(dtype)
+            if first < 0 or (bits is not None and prod(shape) * bits != 8 * (end - first)):
+                raise HeaderError(f"has a header that contradicts itself: {name} of shape {list(shape)}")
+            if end > data_bytes:
+                data_bytes = end
+            tensors[name] = Tensor(dtype, shape, shard, base + first, end - first)
     except (KeyError, TypeError, ValueError):
         raise HeaderError("has a header with an entry that is no tensor") from None
-    _check_extent(tensors, base, file_bytes)
+    if base + data_bytes > file_bytes:
+        raise HeaderError(f"has {file_bytes:,} bytes, its tensors need {base + data_bytes:,}: it is cut short")
     return tensors
-
-
-def _check_extent(tensors: Mapping[str, Tensor], base: int, file_bytes: int) -> None:
-    needed = base
-    for name, tensor in tensors.items():
-        needed = max(needed, tensor.start + tensor.size_bytes)
-        bits = DTYPE_BITS.get(tensor.dtype)
-        if tensor.start < base or (bits is not None and prod(tensor.shape) * bits != 8 * tensor.size_bytes):
-            raise HeaderError(f"has a header that contradicts itself: {name} of shape {list(tensor.shape)}")
-    if needed > file_bytes:
-        raise HeaderError(f"has {file_bytes:,} bytes, its tensors need {needed:,}: it is cut short")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,19 @@ from qwen_nvfp4_serve.errors import UsageError
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_JSON_BYTES = 200_000_000
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Holds the garbage collector off: headers are some 100,000 small objects without cycles, and it walks them all."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
 
 ScalarReader = Callable[[Sequence[Tensor]], list[float | None]]
 
@@ -71,9 +86,10 @@ def parse_json(text: bytes, name: str) -> Mapping[str, object]:
 def shard_names(index: Mapping[str, object] | None, present: Sequence[str]) -> tuple[str, ...]:
     """The shards to read: those that the index names, else all that are present; with a bad index the latter too."""
     weight_map = index.get("weight_map") if index else None
-    if isinstance(weight_map, Mapping) and weight_map and all(isinstance(name, str) for name in weight_map.values()):
-        return tuple(sorted({str(name) for name in weight_map.values()}))
-    return tuple(sorted(present))
+    if not isinstance(weight_map, Mapping):
+        return tuple(sorted(present))
+    named = {name if isinstance(name, str) else repr(name) for name in weight_map.values()}
+    return tuple(sorted(named)) or tuple(sorted(present))
 
 
 def open_folder(folder: Path) -> Source:
