@@ -80,7 +80,7 @@ def install(target: Target) -> Path:
     """The Python of `.venv` with the locked packages of `target`; a second call finds it done. Exits on failure."""
     python = VENV / "bin" / "python"
     wanted = fingerprint(target)
-    if python.exists() and STAMP.exists() and json.loads(STAMP.read_text()) == wanted:
+    if python.exists() and STAMP.exists() and STAMP.read_text() == json.dumps(wanted):
         return python
     STAMP.unlink(missing_ok=True)
     if python.exists() and python_of(python) != wanted["python"]:
