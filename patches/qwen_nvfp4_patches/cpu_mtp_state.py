@@ -7,6 +7,7 @@ moves to the next block before the step, and after the step a snapshot is left a
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -199,7 +200,10 @@ def _apply() -> None:
         for name, parameters in KERNEL_PARAMETERS.items():
             kernel = seams.require_attribute(mamba_utils, name)
             seams.require_parameters(getattr(kernel, "func", kernel), *parameters)
-        register_kernels(_OVERRIDES)
+        with warnings.catch_warnings():
+            # register_kernels looks at every name of every module, deprecated ones of torch too.
+            warnings.simplefilter("ignore", FutureWarning)
+            register_kernels(_OVERRIDES)
 
 
 PATCH = Patch(

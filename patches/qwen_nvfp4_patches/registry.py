@@ -44,7 +44,7 @@ def apply_all(patches: tuple[Patch, ...] = PATCHES) -> tuple[Outcome, ...]:
     enabled = patches_enabled()
     outcomes = tuple(_settle(patch, platform, __version__, enabled) for patch in patches)
     for outcome in outcomes:
-        log = logger.warning_once if outcome.state is State.OFF else logger.info_once
+        log = logger.warning if outcome.state is State.OFF else logger.info
         log("Patch %s: %s (%s)", outcome.name, outcome.state.value, outcome.reason)
     return outcomes
 
