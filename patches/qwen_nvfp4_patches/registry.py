@@ -134,5 +134,16 @@ def report() -> dict[str, object]:
     return {"vllm": installed_vllm(), "patches": rows}
 
 
+def table() -> str:
+    """The records as a Markdown table, as docs/patches.md shows them."""
+    lines = ["| patch | for | changes | without it | drop it when |", "|---|---|---|---|---|"]
+    for patch in PATCHES:
+        name = f"[{patch.name}]({patch.upstream})" if patch.upstream else patch.name
+        window = vllm_window(gpu=patch.platform is Platform.GPU).specifier
+        place = f"{patch.platform.value.upper()}, vLLM `{window}`"
+        lines.append(f"| {name} | {place} | {patch.changes} | {patch.why} | {patch.remove_when} |")
+    return "\n".join(lines) + "\n"
+
+
 if __name__ == "__main__":
     print(json.dumps(report()), file=sys.stdout)

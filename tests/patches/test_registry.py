@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -133,3 +134,9 @@ def test_register_twice_applies_once(monkeypatch: pytest.MonkeyPatch) -> None:
     qwen_nvfp4_patches.register()
     qwen_nvfp4_patches.register()
     assert calls == [1]
+
+
+def test_docs_show_the_records_as_they_are() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "patches.md").read_text()
+    shown = text.partition("holds it -->\n")[2].partition("<!-- end of table -->")[0]
+    assert shown == registry.table()
