@@ -15,6 +15,8 @@ PLUGIN = "qwen_nvfp4"  # our name in the entry-point group vllm.general_plugins
 MASK = "********"
 SECRET_NAMES = frozenset({"VLLM_API_KEY", "HF_TOKEN"})
 SHIMS = Path(__file__).parent / "shims"
+DRAIN_MIDDLEWARE = "qwen_nvfp4_patches.drain.DrainMiddleware"  # ends the server's last requests properly
+DRAIN_VARIABLE = "QWEN_NVFP4_DRAIN_S"
 
 # `vllm serve` flags that a knob owns; EXTRA_ARGS may not set them a second time, least of all around a safety check.
 OWNED_FLAGS = {
@@ -101,18 +103,23 @@ def build_launch(
         + _network(settings, host)
         + _capacity(settings, capacity, host)
         + _kernels(settings, host)
-        + _api()
+        + _api(settings)
     )
     notices = list(capacity.notices)
-    if settings.enforce_eager or (host.device == "cpu" and not host.has_cxx):
+    eager = settings.enforce_eager or (host.device == "cpu" and not host.has_cxx)
+    environment = _environment(settings, model, host, dict(passthrough or {}))
+    if eager:
         argv.append("--enforce-eager")
+    if eager and host.device == "cpu":
+        # vLLM's sampler and embedding still call torch.compile when eager, and that needs a C++ compiler on a CPU.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
     if host.device == "cpu" and not host.has_cxx and not settings.enforce_eager:
         notices.append(
             "WARNING: no C++ compiler (g++ or clang++): serving without compilation (--enforce-eager), slower"
         )
     return Launch(
         argv=(*argv, *extra),
-        environment=_environment(settings, model, host, dict(passthrough or {})),
+        environment=environment,
         url=f"http://{_client_host(settings.bind_host)}:{settings.port}/v1",
         model_id=model.ids[0],
         notices=tuple(notices),
@@ -163,11 +170,12 @@ def _kernels(settings: Settings, host: Host) -> list[str]:
     }.get(settings.nvfp4_backend, [])
 
 
-def _api() -> list[str]:
+def _api(settings: Settings) -> list[str]:
+    drain = ["--middleware", DRAIN_MIDDLEWARE] if settings.patches == "on" else []
     # usage.prompt_tokens_details.cached_tokens lets a client see that prefix caching works.
     return [
         "--reasoning-parser", "qwen3", "--tool-call-parser", "qwen3_coder", "--enable-auto-tool-choice",
-        "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "/health,/metrics",
+        "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "/health,/metrics", *drain,
     ]  # fmt: skip
 
 
@@ -179,6 +187,7 @@ def _environment(settings: Settings, model: Model, host: Host, passthrough: dict
         ),
         "VLLM_NO_USAGE_STATS": passthrough.get("VLLM_NO_USAGE_STATS", "1"),  # no telemetry unless the user asks for it
         "QWEN_NVFP4_PATCHES": settings.patches,
+        DRAIN_VARIABLE: str(settings.shutdown_timeout_s),
         "PYTHONUNBUFFERED": "1",
     }
     if host.device == "cpu":

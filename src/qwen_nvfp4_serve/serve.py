@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ from typing import Any, Literal
 
 from qwen_nvfp4_serve import preflight
 from qwen_nvfp4_serve.capacity import plan_capacity
-from qwen_nvfp4_serve.client import ask_once
+from qwen_nvfp4_serve.container import check_container
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.host import detect_gpus, has_cxx_compiler
-from qwen_nvfp4_serve.launch import Host, Launch, Model, build_launch
+from qwen_nvfp4_serve.launch import DRAIN_MIDDLEWARE, Host, Launch, Model, build_launch
 from qwen_nvfp4_serve.models import ModelRef, find_model, resolve_model
+from qwen_nvfp4_serve.ready import first_answer, recording, state_path
 from qwen_nvfp4_serve.settings import Loaded, Settings
 from qwen_nvfp4_serve.stages import Report
 from qwen_nvfp4_serve.supervisor import Supervisor
@@ -28,16 +30,22 @@ EMBEDDED_SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A launch that passed every check, the settings it came from, and whether the model is our own."""
+    """A launch that passed every check, the settings it came from, and whether the model is our own.
+
+    speaks: it is a model of the hub, which continues a known sentence as any language model does.
+    """
 
     launch: Launch
     settings: Settings
     embedded: bool
+    speaks: bool
 
 
 def prepare(loaded: Loaded, report: Report) -> Prepared:
     """Facts, model, plan, checks, command: all before the first process, and nothing written. Raises QwenNvfp4Error."""
     settings = loaded.settings
+    if in_container():
+        check_container(settings)
     device = choose_device(settings)
     preflight.check_exposure(settings, device, preflight.check_version(device))
     preflight.check_plugin()
@@ -55,7 +63,7 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     )
     for notice in (*loaded.notices, *launch.notices):
         report("notice", notice)
-    return Prepared(launch, settings, embedded=is_embedded(ref))
+    return Prepared(launch, settings, embedded=is_embedded(ref), speaks=not model.local)
 
 
 def is_embedded(ref: ModelRef) -> bool:
@@ -142,24 +150,29 @@ def child_environment(launch: Launch, environ: Mapping[str, str] | None = None) 
 def run(prepared: Prepared, report: Report) -> int:
     """Start the server and stay until it ends; the exit code of the command (see Supervisor.run)."""
     launch, settings = prepared.launch, prepared.settings
-    preflight.check_port(settings.bind_host, settings.port)
+    # In a container BIND_HOST is the address that the engine publishes; it does not exist inside.
+    preflight.check_port("0.0.0.0" if in_container() else settings.bind_host, settings.port)
+    url = f"http://127.0.0.1:{settings.port}/v1" if in_container() else launch.url
+    report = recording(report, state_path(settings.port), url=url, model=launch.model_id)
     if prepared.embedded:
         write_embedded(settings, report)
     supervisor = Supervisor(
         argv=launch.argv,
         environment=child_environment(launch),
-        probe=_probe(launch, settings),
+        probe=_probe(prepared, url),
         report=report,
         ready_message=ready_message(launch, has_key=settings.vllm_api_key is not None),
         start_timeout_s=settings.start_timeout_s,
         shutdown_timeout_s=settings.shutdown_timeout_s,
+        drain_signal=signal.SIGUSR1 if DRAIN_MIDDLEWARE in launch.argv else signal.SIGTERM,
     )
     return supervisor.run()
 
 
-def _probe(launch: Launch, settings: Settings) -> Callable[[], bool]:
-    key = settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
-    return lambda: ask_once(launch.url, launch.model_id, key)
+def _probe(prepared: Prepared, url: str) -> Callable[[], bool]:
+    key = prepared.settings.vllm_api_key
+    secret = key.get_secret_value() if key else None
+    return lambda: first_answer(url, prepared.launch.model_id, secret, known=prepared.speaks)
 
 
 def ready_message(launch: Launch, *, has_key: bool) -> str:

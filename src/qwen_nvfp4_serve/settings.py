@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.secret_files import read_secret_files
 from qwen_nvfp4_serve.settings_names import check_names, read_env_file
 
 KV_NVFP4_POLICY = (
@@ -87,6 +88,7 @@ class Settings(BaseSettings):
     bind_host: Text = knob("127.0.0.1", "network", "Address to listen on. Anything but loopback needs VLLM_API_KEY.")
     port: Int = knob(8000, "network", "TCP port.", ge=1, le=65535)
     vllm_api_key: SecretStr | None = knob(None, "network", "Key that clients must send (guards /v1 only).")
+    vllm_api_key_file: Text | None = knob(None, "network", "File that holds the key, instead of VLLM_API_KEY.")
     allow_no_key: Flag = knob(False, "network", "Allow a non-loopback BIND_HOST without a key.")
 
     max_model_len: Int | None = knob(
@@ -131,6 +133,7 @@ class Settings(BaseSettings):
     enforce_eager: Flag = knob(False, "kernels", "Skip compilation and CUDA graphs: quicker start, slower decode.")
 
     hf_token: SecretStr | None = knob(None, "downloads", "Hub token for gated models.")
+    hf_token_file: Text | None = knob(None, "downloads", "File that holds the token, instead of HF_TOKEN.")
     hf_home: Text | None = knob(None, "downloads", "Hub cache folder.")
     hf_hub_offline: Flag = knob(False, "downloads", "Never ask the hub.")
     cache_dir: Text | None = knob(
@@ -184,6 +187,7 @@ def load_settings(env_file: Path | None = None, environ: Mapping[str, str] = os.
         if value.endswith("\r")
     ]
     given = {key: value.strip() for key, value in given.items() if key in names and value.strip()}
+    given |= read_secret_files(given)
     values: dict[str, Any] = {"_secrets_dir": SECRETS_DIR if SECRETS_DIR.is_dir() else None, **given}
     try:
         settings = Settings(**values)

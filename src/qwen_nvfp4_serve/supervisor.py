@@ -1,12 +1,14 @@
 """Run vLLM as a supervised child: report its stages, forward signals, and end every process it started.
 
 vLLM ends with exit code 0 when its engine dies, and hangs on SIGTERM while a stream is open (seen with 0.32 and 0.33,
-vllm#48966). So this process remembers whether it asked for the end, and holds a deadline of its own.
+vllm#48966). So this process remembers whether it asked for the end, watches the engine's own processes, and holds
+deadlines of its own.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import os
 import re
@@ -21,6 +23,7 @@ from types import FrameType
 
 import psutil
 
+from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.stages import Report, Stage
 
 EXIT_STOPPED, EXIT_FAILED = 0, 1
@@ -28,6 +31,9 @@ POLL_S = 0.1
 READY_POLL_S = 0.5
 KILL_MARGIN_S = 10.0  # what vLLM takes to close down after its own shutdown timeout
 START_STOP_S = 5.0  # a server that is not READY has nothing to drain
+DRAIN_MARGIN_S = 5.0  # for a drain to end its last streams, before SIGTERM goes out all the same
+ENGINE_GRACE_S = 4.0  # vLLM ends open streams with an error at once when its engine dies, and itself after 5 s
+ENGINE_TITLE = "VLLM::"  # titles of the engine core and of the workers (vllm/utils/system_utils.py, 0.32 and 0.33)
 REAP_S = 5.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -46,7 +52,11 @@ CAUSE = re.compile(r"\b(\w*(?:Error|Exception|Interrupt)\b: .+)")
 
 @dataclass(slots=True)
 class Supervisor:
-    """One supervised run. `probe` returns True once the server answered a real request (it may block for seconds)."""
+    """One supervised run.
+
+    probe: True once the server answered a real request (it may block for seconds); raises QwenNvfp4Error when the
+    answer shows that the server must not be used. drain_signal: what makes the child finish its requests and end.
+    """
 
     argv: tuple[str, ...]
     environment: Mapping[str, str]
@@ -55,10 +65,13 @@ class Supervisor:
     ready_message: str
     start_timeout_s: float
     shutdown_timeout_s: float
+    drain_signal: signal.Signals = signal.SIGTERM
     _signals: list[int] = field(default_factory=list)
     _seen_stages: set[Stage] = field(default_factory=set)
     _tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=400))
     _ready: threading.Event = field(default_factory=threading.Event)
+    _engines: tuple[psutil.Process, ...] = ()
+    _fault: str | None = None
 
     def run(self) -> int:
         """Start, watch and end the child; 0 when stopped on request, 1 when it ended by itself or never got ready."""
@@ -66,6 +79,7 @@ class Supervisor:
         handlers = {
             number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         }
+        began = time.monotonic()
         self.report("load", "starting vLLM")
         child = subprocess.Popen(
             self.argv,
@@ -76,11 +90,11 @@ class Supervisor:
             text=True,
             errors="replace",
             start_new_session=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - no thread of ours runs yet
+            preexec_fn=_prepare_child,  # noqa: PLW1509 - no thread of ours runs yet
         )
         reader = threading.Thread(target=self._read, args=(child,), daemon=True)
         reader.start()
-        threading.Thread(target=self._await_ready, args=(child,), daemon=True).start()
+        threading.Thread(target=self._await_ready, args=(child, began), daemon=True).start()
         try:
             return self._watch(child)
         finally:
@@ -94,16 +108,27 @@ class Supervisor:
         while child.poll() is None:
             if self._signals:
                 return self._stop(child)
-            if not self._ready.is_set() and time.monotonic() > deadline:
-                self.report(
-                    "failed",
-                    f"not READY after START_TIMEOUT_S={self.start_timeout_s:g}. Raise it for a slow disk or download.",
-                )
+            if fault := self._fault or self._start_fault(deadline) or self._engine_fault(child):
+                self.report("failed", fault)
                 return EXIT_FAILED
             time.sleep(POLL_S)
         when = "while serving" if self._ready.is_set() else "before it was READY"
         self.report("failed", f"vLLM ended by itself {when} (its exit code {child.returncode}). {self._cause()}")
         return EXIT_FAILED
+
+    def _start_fault(self, deadline: float) -> str | None:
+        if self._ready.is_set() or time.monotonic() < deadline:
+            return None
+        return f"not READY after START_TIMEOUT_S={self.start_timeout_s:g}. Raise it for a slow disk or download."
+
+    def _engine_fault(self, child: subprocess.Popen[str]) -> str | None:
+        """Set a little after one of the engine's processes ended, so that vLLM can tell its clients first."""
+        dead = next((process for process in self._engines if not _is_alive(process)), None)
+        if dead is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=ENGINE_GRACE_S)
+        return f"vLLM's engine (process {dead.pid}) ended by itself while serving. {self._cause()}"
 
     def _stop(self, child: subprocess.Popen[str]) -> int:
         drain_s = self.shutdown_timeout_s + KILL_MARGIN_S if self._ready.is_set() else START_STOP_S
@@ -112,16 +137,24 @@ class Supervisor:
             "stopping",
             f"{name}: running requests get {self.shutdown_timeout_s:g} s to finish; a second signal ends them",
         )
-        child.terminate()
-        deadline = time.monotonic() + drain_s
-        while child.poll() is None and time.monotonic() < deadline and len(self._signals) < 2:
-            time.sleep(POLL_S)
+        self._drain(child, drain_s)
         if child.poll() is None:
             why = "a second signal" if len(self._signals) > 1 else f"still running after {drain_s:g} s"
             self.report("stopping", f"ending vLLM's processes: {why}")
         end_all(child.pid)
         self.report("stopped", "every process has ended")
         return EXIT_STOPPED
+
+    def _drain(self, child: subprocess.Popen[str], drain_s: float) -> None:
+        """Ask the child to end and wait; SIGTERM follows a drain that does not come to its end."""
+        began = time.monotonic()
+        is_draining = self._ready.is_set() and self.drain_signal != signal.SIGTERM
+        child.send_signal(self.drain_signal if is_draining else signal.SIGTERM)
+        while child.poll() is None and time.monotonic() < began + drain_s and len(self._signals) < 2:
+            if is_draining and time.monotonic() > began + self.shutdown_timeout_s + DRAIN_MARGIN_S:
+                child.terminate()
+                is_draining = False
+            time.sleep(POLL_S)
 
     def _read(self, child: subprocess.Popen[str]) -> None:
         for line in child.stdout or ():
@@ -133,11 +166,17 @@ class Supervisor:
                     self._seen_stages.add(stage)
                     self.report(stage, message)
 
-    def _await_ready(self, child: subprocess.Popen[str]) -> None:
+    def _await_ready(self, child: subprocess.Popen[str], began: float) -> None:
         while child.poll() is None and not self._signals:
-            if self.probe():
+            try:
+                answered = self.probe()
+            except QwenNvfp4Error as error:
+                self._fault = str(error)
+                return
+            if answered and not self._signals:
+                self._engines = _engine_processes(child.pid)
                 self._ready.set()
-                self.report("READY", self.ready_message)
+                self.report("READY", f"in {time.monotonic() - began:.1f} s: {self.ready_message}")
                 return
             time.sleep(READY_POLL_S)
 
@@ -199,7 +238,24 @@ def _become_subreaper() -> None:
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _die_with_parent() -> None:
-    """In the child: SIGTERM when this process is killed outright (Linux)."""
+def _engine_processes(leader_pid: int) -> tuple[psutil.Process, ...]:
+    """The engine core and the workers below `leader_pid`: without any one of them nothing can be served."""
+    try:
+        below = psutil.Process(leader_pid).children(recursive=True)
+        return tuple(process for process in below if process.name().startswith(ENGINE_TITLE))
+    except psutil.NoSuchProcess:
+        return ()
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _prepare_child() -> None:
+    """In the child: a drain signal before its handler is there does no harm; SIGTERM when we are killed (Linux)."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if sys.platform == "linux":
         _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,123 @@
+# Three images from one file: `gpu` (vLLM's own image and our package), `cpu` (the packages of scripts/serve) and
+# `tools` (smoke and bench, without vLLM). Build one with `docker compose build gpu`, `cpu` or `smoke`.
+ARG GPU_BASE=vllm/vllm-openai:v0.33.0
+ARG CPU_BASE=python:3.11-slim-bookworm
+
+
+FROM ${CPU_BASE} AS wheel
+WORKDIR /source
+COPY pyproject.toml README.md ./
+COPY src ./src
+COPY patches ./patches
+RUN python3 -m venv /build \
+    && /build/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
+
+
+# What every image shares is repeated in the GPU image, which starts elsewhere.
+FROM ${CPU_BASE} AS python
+# libnuma: vLLM's CPU backend is linked with it.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libnuma1 \
+    && rm -rf /var/lib/apt/lists/* \
+    && (getent passwd 1000 || useradd --uid 1000 --user-group --home-dir /cache --no-create-home qwen) \
+    && install --directory --owner=1000 --group=1000 /cache /cache/huggingface
+ENV HOME=/cache \
+    PATH=/opt/venv/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+RUN python3 -m venv /opt/venv
+
+
+FROM python AS tools
+COPY requirements/cpu.lock /tmp/constraints.txt
+COPY --from=wheel /dist /tmp/dist
+RUN pip install --no-cache-dir --constraint /tmp/constraints.txt /tmp/dist/*.whl \
+    && rm -r /tmp/dist /tmp/constraints.txt
+LABEL org.opencontainers.image.title="qwen-nvfp4-serve tools" \
+      org.opencontainers.image.description="Smoke test and benchmark of a running server"
+WORKDIR /config
+USER 1000:1000
+ENTRYPOINT ["qwen-nvfp4"]
+
+
+# Packages first: they change seldom, and take minutes.
+FROM python AS cpu-packages
+WORKDIR /opt/install
+COPY requirements/cpu.lock ./requirements/
+COPY src/qwen_nvfp4_serve/__init__.py src/qwen_nvfp4_serve/bootstrap.py src/qwen_nvfp4_serve/host.py ./src/qwen_nvfp4_serve/
+RUN mkdir .venv \
+    && PYTHONPATH=src python -c "from qwen_nvfp4_serve import bootstrap; bootstrap.install_locked([bootstrap.sys.executable, '-m', 'pip', 'install', '--quiet', '--no-cache-dir', '--no-deps'], 'cpu')"
+
+
+FROM cpu-packages AS cpu
+WORKDIR /config
+COPY --from=wheel /dist /tmp/dist
+COPY docker/check_image.py /tmp/check_image.py
+RUN pip install --no-cache-dir --no-deps /tmp/dist/*.whl \
+    && rm -r /tmp/dist /opt/install \
+    && python /tmp/check_image.py cpu \
+    && rm /tmp/check_image.py
+# No C++ compiler here: serving runs without compilation, and says nothing about it since this is how the image is meant.
+ENV QWEN_NVFP4_CONTAINER=cpu \
+    DEVICE=cpu \
+    ENFORCE_EAGER=1 \
+    CACHE_DIR=/cache/qwen-nvfp4 \
+    HF_HOME=/cache/huggingface \
+    VLLM_CACHE_ROOT=/cache/vllm \
+    TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
+    XDG_CACHE_HOME=/cache/xdg \
+    XDG_CONFIG_HOME=/cache/config
+LABEL org.opencontainers.image.title="qwen-nvfp4-serve (CPU)" \
+      org.opencontainers.image.description="A small Qwen3.5 model in NVFP4 on vLLM's CPU backend"
+VOLUME ["/cache"]
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=40s --start-period=15m --retries=2 CMD ["qwen-nvfp4", "ready"]
+USER 1000:1000
+ENTRYPOINT ["qwen-nvfp4", "serve"]
+
+
+# Our kernels, for every card in the table of kernels/build.py.
+FROM ${GPU_BASE} AS kernels
+WORKDIR /source
+COPY src ./src
+RUN PYTHONPATH=src python3 -c "from pathlib import Path; from qwen_nvfp4_serve.kernels import build as b; [print(b.build(library, Path('/kernels'))) for library in b.LIBRARIES]"
+
+
+FROM ${GPU_BASE} AS gpu
+USER 0
+WORKDIR /config
+RUN (getent passwd 1000 || useradd --uid 1000 --user-group --home-dir /cache --no-create-home qwen) \
+    && install --directory --owner=1000 --group=1000 /cache /cache/huggingface
+COPY --from=wheel /dist /tmp/dist
+COPY --from=kernels /kernels /tmp/kernels
+COPY docker/check_image.py /tmp/check_image.py
+ENV HOME=/cache \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PIP_BREAK_SYSTEM_PACKAGES=1
+RUN python3 -m pip install --no-cache-dir --upgrade-strategy only-if-needed /tmp/dist/*.whl \
+    && prebuilt=$(python3 -c "from qwen_nvfp4_serve.kernels.build import PREBUILT; print(PREBUILT)") \
+    && mkdir -p "$prebuilt" \
+    && cp /tmp/kernels/*.so "$prebuilt"/ \
+    && python3 /tmp/check_image.py gpu \
+    && rm -r /tmp/dist /tmp/kernels /tmp/check_image.py
+ENV QWEN_NVFP4_CONTAINER=gpu \
+    DEVICE=cuda \
+    CACHE_DIR=/cache/qwen-nvfp4 \
+    HF_HOME=/cache/huggingface \
+    VLLM_CACHE_ROOT=/cache/vllm \
+    TRITON_CACHE_DIR=/cache/triton \
+    TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
+    FLASHINFER_WORKSPACE_BASE=/cache/flashinfer \
+    CUDA_CACHE_PATH=/cache/cuda \
+    CUDA_CACHE_MAXSIZE=4294967296 \
+    XDG_CACHE_HOME=/cache/xdg \
+    XDG_CONFIG_HOME=/cache/config
+LABEL org.opencontainers.image.title="qwen-nvfp4-serve" \
+      org.opencontainers.image.description="Qwen3.5 in NVFP4 on one NVIDIA card, with vLLM as the engine"
+VOLUME ["/cache"]
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=40s --start-period=30m --retries=2 CMD ["qwen-nvfp4", "ready"]
+USER 1000:1000
+ENTRYPOINT ["qwen-nvfp4", "serve"]

@@ -1,0 +1,29 @@
+"""`qwen-nvfp4 ready`: exit 0 if the server on this machine answers requests now, else 1. The image's health check."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from qwen_nvfp4_serve.settings import load_settings
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command()(ready)
+
+
+def ready(
+    env_file: Path = typer.Option(
+        Path(".env"), "--env-file", help="Settings of the server; its port and key are used."
+    ),
+) -> None:
+    """Ask the running server for one token. Exit code 0: it answered since its start and answers now; else 1."""
+    from qwen_nvfp4_serve.ready import check_ready, read_state, state_path
+
+    settings = load_settings(env_file).settings
+    key = settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
+    verdict = check_ready(read_state(state_path(settings.port)), key)
+    typer.echo(f"{'ready' if verdict.ready else 'not ready'}: {verdict.reason}")
+    raise typer.Exit(0 if verdict.ready else 1)

@@ -1,0 +1,93 @@
+"""What can be wrong around a container and is invisible from outside: each refused with the line to type."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.settings import Settings
+from qwen_nvfp4_serve.units import GIB, MIB
+
+CACHE_ROOT = Path("/cache")
+SHM = Path("/dev/shm")
+SHM_FLOOR_BYTES = 1 * GIB  # NCCL and vLLM's message queues between workers; Docker's own default is 64 MiB
+STOP_MARGIN_S = 20  # the supervisor's: 10 s for vLLM to close down, 5 s to reap, and some slack
+STOP_GRACE, SET_OUTSIDE = "QWEN_NVFP4_STOP_GRACE", "QWEN_NVFP4_SET_OUTSIDE"
+UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
+
+
+def check_container(settings: Settings, environ: Mapping[str, str] = os.environ) -> None:
+    """Raises UsageError at the first thing that would stop the server, or surprise its user, later."""
+    for folder in cache_folders(settings, environ):
+        check_cache(folder, uid=os.getuid(), gid=os.getgid())
+    check_shm(shutil.disk_usage(SHM).total if SHM.exists() else None, settings.tensor_parallel)
+    check_stop_grace(environ.get(STOP_GRACE), settings.shutdown_timeout_s)
+    has_secret = {"VLLM_API_KEY": settings.vllm_api_key is not None, "HF_TOKEN": settings.hf_token is not None}
+    check_secrets_arrived(environ.get(SET_OUTSIDE, "").split(), has_secret)
+
+
+def cache_folders(settings: Settings, environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """The volumes that must be writable."""
+    named = (settings.hf_home, settings.cache_dir, environ.get("VLLM_CACHE_ROOT"))
+    return (CACHE_ROOT, *(Path(name) for name in named if name))
+
+
+def check_cache(folder: Path, *, uid: int, gid: int) -> None:
+    """Raises UsageError unless `folder`, or the nearest one above that exists, is writable for this user."""
+    there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    if os.access(there, os.W_OK | os.X_OK):
+        return
+    owner = there.stat().st_uid
+    chown = f"chown -R {uid}:{gid} {shlex.quote(str(there))}"
+    raise UsageError(
+        f"the cache folder {there} cannot be written", seen=f"owned by user {owner}", expected=f"user {uid}",
+        do="For a named volume type: docker compose run --rm --user 0 --cap-add CHOWN --entrypoint chown SERVICE "
+        f"{chown.removeprefix('chown ')} (SERVICE: gpu or cpu). For your own folder type: sudo chown -R {uid}:{gid} "
+        "FOLDER, the one that HF_HOME names.",
+    )  # fmt: skip
+
+
+def check_shm(shm_bytes: int | None, tensor_parallel: int) -> None:
+    """Raises UsageError when several workers would share too little memory."""
+    if tensor_parallel == 1 or shm_bytes is None or shm_bytes >= SHM_FLOOR_BYTES:
+        return
+    raise UsageError(
+        f"/dev/shm (shm_size) is too small for TENSOR_PARALLEL={tensor_parallel}",
+        seen=f"{shm_bytes // MIB} MiB", expected=f"at least {SHM_FLOOR_BYTES // MIB} MiB",
+        do="Put QWEN_NVFP4_SHM_SIZE=8gb into .env and type: docker compose up -d (docker run: --shm-size 8g).",
+    )  # fmt: skip
+
+
+def check_stop_grace(grace: str | None, shutdown_timeout_s: int) -> None:
+    """Raises UsageError when the engine would kill the container while requests may still finish."""
+    seconds = duration_s(grace) if grace else None
+    if seconds is None or seconds >= shutdown_timeout_s + STOP_MARGIN_S:
+        return
+    wanted = shutdown_timeout_s + STOP_MARGIN_S
+    raise UsageError(
+        f"{STOP_GRACE} is shorter than SHUTDOWN_TIMEOUT_S={shutdown_timeout_s} needs", seen=grace,
+        expected=f"at least {wanted}s", do=f"Put {STOP_GRACE}={wanted}s into .env and type: docker compose up -d",
+    )  # fmt: skip
+
+
+def duration_s(text: str) -> float | None:
+    """Seconds in Compose's notation (`90s`, `1m30s`); None when it is none."""
+    parts = re.findall(r"(\d+(?:\.\d+)?)([hms])", text)
+    if "".join(number + unit for number, unit in parts) != text or not parts:
+        return None
+    return sum(float(number) * UNIT_SECONDS[unit] for number, unit in parts)
+
+
+def check_secrets_arrived(set_outside: list[str], has_secret: Mapping[str, bool]) -> None:
+    """Raises UsageError when a secret is set only in the shell: it is not passed on, and must not be lost silently."""
+    for name in set_outside:
+        if not has_secret.get(name, False):
+            raise UsageError(
+                f"{name} is set in the shell, from where containers do not get it (docker inspect would show it)",
+                do=f"Put {name}=… into .env, or its file into {name}_FILE.",
+            )

@@ -1,0 +1,175 @@
+"""Is the server ready? Judged by completed requests, never by `/health`, which says 200 while vLLM drains or hangs.
+
+The supervising process records its stage in a small file; `qwen-nvfp4 ready` reads it and asks one token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+
+from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.stages import Report, Stage
+
+FIRST_ANSWER_S = 600.0  # a first request may compile kernels
+PROBE_S = 15.0  # one token, on a server that may be busy with others
+METRICS_S = 5.0
+# Any language model continues this; wrong kernels or weights do not (their sign is a long run of "!", token 0).
+KNOWN_PROMPT, KNOWN_ANSWER, KNOWN_TOKENS = "1, 2, 3, 4, 5, 6, 7,", "8", 4
+# Every one of these stands still when the engine does; cache usage also moves during a long prefill (vLLM 0.32, 0.33).
+PROGRESS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:kv_cache_usage_perc")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """What the supervising process last reported. url ends in /v1 and is reachable from here; since: epoch seconds."""
+
+    pid: int
+    stage: Stage
+    message: str
+    since: float
+    url: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Ready or not, and why in a few words."""
+
+    ready: bool
+    reason: str
+
+
+def state_path(port: int, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the state of the server on `port` is kept: a folder of this user that does not outlive the machine."""
+    folder = environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return Path(folder) / f"qwen-nvfp4-{os.getuid()}-{port}.json"
+
+
+def recording(report: Report, path: Path, *, url: str, model: str) -> Report:
+    """`report`, which also keeps the state file; notices change nothing."""
+
+    def record(stage: Stage, message: str) -> None:
+        if stage != "notice":
+            write_state(
+                path, State(pid=os.getpid(), stage=stage, message=message, since=time.time(), url=url, model=model)
+            )
+        report(stage, message)
+
+    return record
+
+
+def write_state(path: Path, state: State) -> None:
+    """Replace the file in one step: a reader sees the old or the new state, never a part."""
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps(asdict(state)))
+    fresh.replace(path)
+
+
+def read_state(path: Path) -> State | None:
+    """The recorded state; None when there is none."""
+    try:
+        return State(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise QwenNvfp4Error(f"the state file {path}", seen=str(error), do="Remove it and start again.") from None
+
+
+def check_ready(state: State | None, api_key: str | None) -> Verdict:
+    """Ready only when the server got READY, is not stopping, and completes a token now or is at work on others."""
+    if state is None:
+        return Verdict(False, "no server was started here")
+    if not psutil.pid_exists(state.pid):
+        return Verdict(False, "the server has ended")
+    if state.stage != "READY":
+        return Verdict(False, f"{state.stage}: {state.message.splitlines()[0]}")
+    before = progress(state.url)
+    began = time.monotonic()
+    if complete(state.url, state.model, api_key, tokens=1, timeout_s=PROBE_S) is not None:
+        return Verdict(True, f"one token in {time.monotonic() - began:.2f} s")
+    after = progress(state.url)
+    if before and after and before != after:
+        return Verdict(True, "busy: the token is still queued, others are being computed")
+    return Verdict(False, f"no token within {PROBE_S:g} s and no progress on other requests")
+
+
+def first_answer(url: str, model: str, api_key: str | None, *, known: bool) -> bool:
+    """True once the server answered; False while it cannot. known: the answer must be right too, not only numbers.
+
+    Raises QwenNvfp4Error when it answers wrongly: such a server must not be used.
+    """
+    if progress(url) is None:
+        return False
+    answer = complete(url, model, api_key, tokens=KNOWN_TOKENS, timeout_s=FIRST_ANSWER_S)
+    if answer is None:
+        return False
+    if not all(math.isfinite(value) for value in answer.logprobs):
+        raise QwenNvfp4Error("the first answer", seen="a probability that is no number", do=WRONG)
+    if known and KNOWN_ANSWER not in answer.text:
+        raise QwenNvfp4Error(
+            f"the first answer, to {KNOWN_PROMPT!r}", seen=answer.text, expected=KNOWN_ANSWER, do=WRONG
+        )
+    return True
+
+
+WRONG = "The weights or a kernel are wrong: compare with NVFP4_BACKEND=marlin, or another checkpoint."
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A completed request: its text and the log-probability of each token."""
+
+    text: str
+    logprobs: tuple[float, ...]
+
+
+def complete(url: str, model: str, api_key: str | None, *, tokens: int, timeout_s: float) -> Answer | None:
+    """The greedy continuation of the known prompt; None when it does not come in time, whole, with HTTP 200."""
+    body = {
+        "model": model,
+        "prompt": KNOWN_PROMPT,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+        "logprobs": 0,
+    }
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        answer = httpx.post(f"{url}/completions", json=body, headers=headers, timeout=timeout_s, trust_env=False)
+        answer.raise_for_status()
+        row = answer.json()
+        if row["usage"]["completion_tokens"] != tokens:
+            return None
+        return Answer(row["choices"][0]["text"], tuple(row["choices"][0]["logprobs"]["token_logprobs"]))
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return None
+
+
+def progress(url: str) -> Mapping[str, float] | None:
+    """The counters that move while the engine works, summed over their labels; None when nothing answers."""
+    try:
+        answer = httpx.get(url.removesuffix("/v1") + "/metrics", timeout=METRICS_S, trust_env=False)
+        answer.raise_for_status()
+        return read_counters(answer.text)
+    except httpx.HTTPError:
+        return None
+
+
+def read_counters(text: str) -> Mapping[str, float]:
+    """PROGRESS's metrics out of Prometheus text."""
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        name = line.partition("{")[0]
+        if name in PROGRESS:
+            sums[name] = sums.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    return sums
