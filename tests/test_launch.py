@@ -63,6 +63,7 @@ def test_build_launch_without_compiler_is_eager_with_one_warning() -> None:
     assert "--enforce-eager" in result.argv
     assert [notice for notice in result.notices if "compiler" in notice] == list(result.notices)
     assert len(result.notices) == 1
+    assert result.environment["TORCHDYNAMO_DISABLE"] == "1"
 
 
 def test_build_launch_asked_for_eager_does_not_warn_about_the_compiler() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -135,6 +136,18 @@ def test_sigterm_with_a_stream_open_leaves_no_process_and_no_port(tmp_path: Path
     assert "key-1" not in served.log
     reader.join(timeout=10)
     assert not reader.is_alive()
+
+
+def test_server_without_a_compiler_answers_eagerly_with_one_warning(tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("sh", "env", "uname", "lscpu", "python3"):
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    with serve(tmp_path, PATH=str(tools), HOME=str(tmp_path), TMPDIR=str(tmp_path), ENFORCE_EAGER="0") as served:
+        assert served.log.count("no C++ compiler") == 1
+        checks = run_checks(connect(served.url, None))
+    assert all(check.ok for check in checks), checks
 
 
 def _read_long_stream(url: str, started: threading.Event) -> None:
