@@ -47,6 +47,7 @@ STAGE_LINES: tuple[tuple[re.Pattern[str], Stage, str], ...] = (
         "weights loaded; allocating the cache, warming up",
     ),
 )
+NO_CAUSE = ("Engine core initialization failed", "WARNING", "EngineDeadError")  # consequences and advice
 CAUSE = re.compile(r"\b(\w*(?:Error|Exception|Interrupt)\b: .+)")
 
 
@@ -184,7 +185,7 @@ class Supervisor:
         causes = [
             match.group(1)
             for line in self._tail
-            if (match := CAUSE.search(line)) and "Engine core initialization failed" not in line
+            if (match := CAUSE.search(line)) and not any(word in line for word in NO_CAUSE)
         ]
         return f"The cause it gave: {causes[0][:600]}" if causes else "See its log above."
 
