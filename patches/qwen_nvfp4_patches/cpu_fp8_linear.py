@@ -57,6 +57,21 @@ def kernel_class() -> Any:
     return CpuFp8WeightOnlyLinearKernel
 
 
+def scales_by_row(weight_scale: torch.Tensor, logical_widths: list[int]) -> torch.Tensor:
+    """The scale of each output row, float32 [N], of a fused per-tensor layer; shape () where all parts share one.
+
+    weight_scale: float32 () or [shards]; vLLM leaves float8's lowest value in the places that a checkpoint of already
+    fused layers does not fill. logical_widths: rows of each shard.
+    """
+    import torch
+
+    filled = weight_scale.reshape(-1)
+    filled = filled[filled > torch.finfo(torch.float8_e4m3fn).min]
+    if filled.numel() < weight_scale.numel() or bool((filled == filled[0]).all()):
+        return filled.max()
+    return filled.repeat_interleave(torch.tensor(logical_widths))
+
+
 def _needed() -> Need:
     if cpu_activations() is CpuActivations.W4A4:
         return Need(False, "vLLM's CPU kernels quantize activations to FP8, as the setting asks")
@@ -65,16 +80,28 @@ def _needed() -> Need:
 
 def _apply() -> None:
     from vllm.model_executor.kernels import linear
+    from vllm.model_executor.layers.quantization.utils import w8a8_utils
     from vllm.platforms import PlatformEnum
 
+    def without_requantizing(_original: Any) -> Any:
+        # vLLM would round the weights again to the largest of the scales, with an operator that its CPU build lacks.
+        def requantize_with_max_scale(weight: Any, weight_scale: Any, logical_widths: list[int]) -> tuple[Any, Any]:
+            return scales_by_row(weight_scale, logical_widths), weight
+
+        return requantize_with_max_scale
+
+    parameters = ("weight", "weight_scale", "logical_widths")
+    seams.replace_function(w8a8_utils, "requantize_with_max_scale", without_requantizing, parameters)
     seams.add_once(linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU], kernel_class(), first=True)
 
 
 PATCH = Patch(
     name="cpu-fp8-linear",
     platform=Platform.CPU,
-    changes="puts CpuFp8WeightOnlyLinearKernel first among the FP8 linear kernels for CPU",
-    why="checkpoints that mix FP8 and NVFP4 would mix weight-only and activation-quantized layers on CPU",
+    changes="puts CpuFp8WeightOnlyLinearKernel first among the FP8 linear kernels for CPU; requantize_with_max_scale "
+    "keeps each part's own scale",
+    why="mixed checkpoints would quantize activations in their FP8 layers alone, and fail to load where the parts of a "
+    "fused layer have different scales",
     upstream=None,
     remove_when="vLLM offers weight-only FP8 linear layers on every CPU",
     needed=_needed,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_nvfp4_patches import seams
 from qwen_nvfp4_patches.activations import CpuActivations, cpu_activations, rounding_op
+from qwen_nvfp4_patches.cpu_fused_scales import linear_row_scales
 from qwen_nvfp4_patches.patch import Need, Patch, Platform
 
 if TYPE_CHECKING:
@@ -42,9 +43,8 @@ def kernel_class() -> Any:
             return True, None
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            dense = dequantize_nvfp4(
-                layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data, dtype=self.dtype
-            )
+            scales = linear_row_scales(layer)
+            dense = dequantize_nvfp4(layer.weight.data, layer.weight_scale.data, scales, dtype=self.dtype)
             layer.weight = torch.nn.Parameter(dense, requires_grad=False)
             del layer.weight_scale
             dispatch_cpu_unquantized_gemm(layer, remove_weight=True)

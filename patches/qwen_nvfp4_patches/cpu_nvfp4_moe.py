@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_nvfp4_patches import seams
 from qwen_nvfp4_patches.activations import CpuActivations, cpu_activations, rounding_op
+from qwen_nvfp4_patches.cpu_fused_scales import expert_row_scales
 from qwen_nvfp4_patches.patch import Need, Patch, Platform
 
 if TYPE_CHECKING:
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
 def dequantize_experts(layer: torch.nn.Module, dtype: torch.dtype) -> None:
     """Replaces the packed `w13_weight` [E, 2I, H/2] and `w2_weight` [E, H, I/2] of `layer` by dense ones in `dtype`.
 
-    Reads `*_weight_scale` (E4M3, a scale for 16 columns) and `*_weight_scale_2` (float32 [E], multipliers). One expert
-    at a time, since the float32 intermediates are eight times the size of the packed weights.
+    Reads `*_weight_scale` (E4M3, a scale for 16 columns) and `*_weight_scale_2` (float32 [E], multipliers); for gate
+    and up, the multipliers put aside before vLLM dropped one. One expert at a time, since the float32 intermediates
+    are eight times the size of the packed weights.
     """
     import torch
     from vllm.model_executor.utils import replace_parameter
 
     from qwen_nvfp4_serve.kernels.nvfp4 import dequantize_nvfp4
 
-    for name in ("w13_weight", "w2_weight"):
+    for name, overall in (("w13_weight", expert_row_scales(layer)), ("w2_weight", layer.w2_weight_scale_2.data)):
         packed, scales = getattr(layer, name).data, getattr(layer, f"{name}_scale").data
-        overall = getattr(layer, f"{name}_scale_2").data
         dense = torch.empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=dtype)
         for expert in range(packed.shape[0]):
             dense[expert] = dequantize_nvfp4(packed[expert], scales[expert], overall[expert], dtype=dtype)

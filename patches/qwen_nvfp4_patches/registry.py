@@ -7,7 +7,7 @@ import os
 import sys
 from importlib import metadata
 
-from qwen_nvfp4_patches import cpu_fp8_linear, cpu_mtp_state, cpu_nvfp4_linear, cpu_nvfp4_moe
+from qwen_nvfp4_patches import cpu_fp8_linear, cpu_fused_scales, cpu_mtp_state, cpu_nvfp4_linear, cpu_nvfp4_moe
 from qwen_nvfp4_patches.patch import Check, Need, Outcome, Patch, Platform, State
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.versions import check_vllm, vllm_window
@@ -17,6 +17,7 @@ SWITCH = "QWEN_NVFP4_PATCHES"
 PATCHES: tuple[Patch, ...] = (
     cpu_nvfp4_linear.PATCH,
     cpu_nvfp4_moe.PATCH,
+    cpu_fused_scales.PATCH,
     cpu_fp8_linear.PATCH,
     cpu_mtp_state.PATCH,
 )

@@ -46,19 +46,21 @@ def add_once(items: list[type], item: type, *, first: bool = False) -> None:
 
 
 def replace_function(
-    module: ModuleType, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], parameters: Sequence[str]
+    owner: ModuleType | type, name: str, make: Callable[[Any], Callable[..., Any]], parameters: Sequence[str]
 ) -> None:
-    """Replaces function `module.name` by `make(original)`, everywhere that vLLM has imported it by name.
+    """Replaces the function `owner.name` of a module or class by `make(original)`, everywhere that vLLM has imported it
+    by name.
 
     parameters: what the original must take, or UnsupportedHostError is raised. Modules imported later read the new one
-    from `module`. A function that was replaced here before is left alone.
+    from `owner`. A function that was replaced here before is left alone.
     """
-    original = require_attribute(module, name)
+    original = require_attribute(owner, name)
     if hasattr(original, _MARK):
         return
     require_parameters(original, *parameters)
     replacement = make(original)
     setattr(replacement, _MARK, original)
+    setattr(owner, name, replacement)
     for loaded in list(sys.modules.values()):
         if getattr(loaded, "__name__", "").startswith("vllm") and vars(loaded).get(name) is original:
             setattr(loaded, name, replacement)

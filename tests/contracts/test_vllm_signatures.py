@@ -40,6 +40,11 @@ def test_installed_vllm_is_inside_the_cpu_window() -> None:
         (LINEAR, "register_linear_kernel", ("kernel_class", "platform", "kernel_type")),
         (MOE_ORACLE, "backend_to_kernel_cls", ("backend",)),
         ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
+        (
+            "vllm.model_executor.layers.quantization.utils.w8a8_utils",
+            "requantize_with_max_scale",
+            ("weight", "weight_scale", "logical_widths"),
+        ),
         ("vllm.triton_utils.dispatcher", "register_kernels", ("overrides",)),
     ],
 )
@@ -69,6 +74,31 @@ def test_state_kernel_takes_the_parameters_that_we_know(name: str) -> None:
 )
 def test_base_class_asks_for_the_methods_that_we_write(module: str, name: str, expected: set[str]) -> None:
     assert getattr(importlib.import_module(module), name).__abstractmethods__ == expected
+
+
+QUANTIZATION = "vllm.model_executor.layers.quantization"
+CT_EXPERTS = f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "method", "expected"),
+    [
+        (
+            f"{QUANTIZATION}.compressed_tensors.schemes",
+            "CompressedTensorsW4A4Fp4",
+            "process_weights_after_loading",
+            ("self", "layer"),
+        ),
+        (CT_EXPERTS, "CompressedTensorsW4A4Nvfp4MoEMethod", "process_weights_after_loading", ("self", "layer")),
+        (f"{QUANTIZATION}.modelopt", "KNvfp4Static", "process", ("self", "layer", "role")),
+        (f"{QUANTIZATION}.modelopt", "ModelOptNvFp4FusedMoE", "process_weights_after_loading", ("self", "layer")),
+    ],
+)
+def test_post_load_step_takes_the_parameters_that_we_know(
+    module: str, name: str, method: str, expected: tuple[str, ...]
+) -> None:
+    function = getattr(getattr(importlib.import_module(module), name), method)
+    assert parameters(getattr(function, "_qwen_nvfp4_original", function)) == expected
 
 
 def test_cpu_experts_apply_takes_the_parameters_that_we_know() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from qwen_nvfp4_serve.shims import python_path
-from qwen_nvfp4_serve.synthetic import ARCHITECTURES, CheckpointSpec, write_checkpoint
+from qwen_nvfp4_serve.synthetic import ARCHITECTURES, CheckpointSpec, Precision, write_checkpoint
 
 ENGINE = Path(__file__).parent / "numerics_engine.py"
 MARK = "NUMERICS "
@@ -80,6 +80,17 @@ def all_styles(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture(scope="module")
+def unequal(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Every matrix with a global scale of its own, GDN quantized as well."""
+    specs: dict[str, CheckpointSpec] = {}
+    for kind in PRESETS:
+        specs |= with_twin(kind, "ct-w4a4", unequal_scales=True, gdn=Precision.NVFP4)
+        specs[f"{kind}-modelopt-nvfp4"] = spec(kind, "modelopt-nvfp4", unequal_scales=True, gdn=Precision.NVFP4)
+    specs |= with_twin("moe", "modelopt-mixed", unequal_scales=True)
+    return run_engine(tmp_path_factory.mktemp("unequal"), specs)
+
+
+@pytest.fixture(scope="module")
 def rounded(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The same checkpoints with activations rounded as they declare."""
     specs = {f"moe-{style}": spec("moe", style) for style in ("ct-w4a4", "modelopt-nvfp4", "ct-w4a16")}
@@ -98,6 +109,7 @@ def test_log_names_our_classes_and_every_patch(few: Run) -> None:
         "Selected CpuFp8WeightOnlyLinearKernel",
         "Patch cpu-nvfp4-linear: applied",
         "Patch cpu-nvfp4-moe: applied",
+        "Patch cpu-fused-scales: applied",
         "Patch cpu-fp8-linear: applied",
         "Patch cpu-mtp-state: applied",
     ):
@@ -127,3 +139,16 @@ def test_rounded_activations_change_w4a4_alike_for_both_tools_and_leave_w4a16(ro
     assert rounded.results["moe-ct-w4a4"] != all_styles.results["moe-ct-w4a4"]
     assert rounded.results["moe-ct-w4a16"] == all_styles.results["moe-ct-w4a16"]
     assert "Using CpuNvFp4W4A4Experts for NVFP4 MoE" in rounded.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(PRESETS))
+def test_unequal_global_scales_in_fused_layers_are_exact(unequal: Run, kind: str) -> None:
+    twin = unequal.results[f"{kind}-ct-w4a4-bf16"]
+    assert unequal.results[f"{kind}-ct-w4a4"] == twin
+    assert unequal.results[f"{kind}-modelopt-nvfp4"] == twin
+
+
+@pytest.mark.slow
+def test_unequal_scales_of_fp8_layers_are_exact(unequal: Run) -> None:
+    assert unequal.results["moe-modelopt-mixed"] == unequal.results["moe-modelopt-mixed-bf16"]

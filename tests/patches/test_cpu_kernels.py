@@ -103,6 +103,22 @@ def test_rounding_equals_vllms_reference(amax: float) -> None:
     assert torch.allclose(ours.float(), reference.float(), rtol=0.4, atol=1e-3)
 
 
+def test_nvfp4_linear_keeps_each_shards_global_scale() -> None:
+    weights, widths = [torch.randn(rows, COLUMNS) * size for rows, size in ((32, 1), (16, 8), (48, 3))], [32, 16, 48]
+    shards = [quantize_nvfp4(weight) for weight in weights]
+    layer = layer_of(
+        weight=torch.cat([shard.packed for shard in shards]),
+        weight_scale=torch.cat([shard.block_scale for shard in shards]),
+        weight_global_scale=torch.tensor(0.1, dtype=torch.float32),  # what vLLM made of the three
+    )
+    layer.nvfp4_shard_scales = torch.stack([shard.global_scale for shard in shards])
+    layer.logical_widths = widths
+    kernel, x = nvfp4_kernel(), torch.randn(2, COLUMNS)
+    kernel.process_weights_after_loading(layer)
+    dense = torch.cat([shard.dequantize(torch.bfloat16) for shard in shards])
+    assert torch.equal(kernel.apply_weights(layer, x), bf16_output(dense, x))
+
+
 def test_unknown_activation_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(activations.VARIABLE, "w4a8")
     with pytest.raises(UsageError, match="expected weights-only or w4a4"):
@@ -141,6 +157,28 @@ def test_experts_are_dequantized_each_with_its_own_scale() -> None:
     cpu_nvfp4_moe.dequantize_experts(layer, torch.bfloat16)
     assert torch.equal(layer.w13_weight.data, first)
     assert torch.equal(layer.w2_weight.data, second)
+
+
+def test_experts_keep_the_scales_of_gate_and_up() -> None:
+    layer, first, _ = experts_layer()
+    halves = torch.stack([layer.w13_weight_scale_2.data, layer.w13_weight_scale_2.data * 2], dim=1)
+    layer.nvfp4_w13_scales = halves
+    cpu_nvfp4_moe.dequantize_experts(layer, torch.bfloat16)
+    gate, up = layer.w13_weight.data.chunk(2, dim=1)
+    assert torch.equal(gate, first.chunk(2, dim=1)[0])
+    assert torch.equal(up, first.chunk(2, dim=1)[1] * 2)
+
+
+@pytest.mark.parametrize(
+    ("scales", "want"),
+    [
+        ([0.5, 0.25], [0.5, 0.5, 0.25]),
+        ([0.5, 0.5], 0.5),
+        ([0.5, float(torch.finfo(torch.float8_e4m3fn).min)], 0.5),
+    ],
+)
+def test_fp8_scales_by_row(scales: list[float], want: Any) -> None:
+    assert cpu_fp8_linear.scales_by_row(torch.tensor(scales, dtype=torch.float32), [2, 1]).tolist() == want
 
 
 def test_rounding_experts_compute_the_routed_sum() -> None:
