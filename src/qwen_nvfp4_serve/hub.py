@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from qwen_nvfp4_serve.checkpoint.header import LENGTH_BYTES, HeaderError, Tensor, header_length, parse_header
 from qwen_nvfp4_serve.checkpoint.source import (
@@ -33,13 +34,18 @@ WORKERS = 8
 TIMEOUT_S = 30.0
 
 
+class HubUnreachableError(QwenNvfp4Error):
+    """No answer from the hub: no network, a proxy, a server that is down."""
+
+
 @dataclass(frozen=True, slots=True)
 class RepoFile:
-    """A file of a repository. sha256: known for large files, None for those that git itself holds."""
+    """A file of a repository. sha256: of large files, None for those that git itself holds; git_id: SHA-1 of a blob."""
 
     name: str
     size_bytes: int
     sha256: str | None
+    git_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +82,10 @@ def plain_errors(repo: str, revision: str | None, *, has_token: bool) -> Iterato
             f"{repo} is needed from the hub", seen="offline mode", do="Unset HF_HUB_OFFLINE."
         ) from None
     except errors.HfHubHTTPError as error:
-        do = token if _status(error) in (401, 403) else "Try again later."
-        raise QwenNvfp4Error(f"{repo}: the hub answered {_status(error)}", do=do) from None
+        what, status = f"{repo}: the hub answered {_status(error)}", _status(error)
+        if status is None or status == 429 or status >= 500:
+            raise HubUnreachableError(what, do="Try again later.") from None
+        raise QwenNvfp4Error(what, do=token if status in (401, 403) else "Check name and revision.") from None
     except errors.HFValidationError as error:
         raise UsageError(f"hub id {repo!r}", seen=_first_line(error), expected="owner/name") from None
     except (httpx.TransportError, ConnectionError, TimeoutError) as error:
@@ -89,9 +97,11 @@ def plain_errors(repo: str, revision: str | None, *, has_token: bool) -> Iterato
         raise
 
 
-def _unreachable(repo: str, error: Exception) -> QwenNvfp4Error:
+def _unreachable(repo: str, error: Exception) -> HubUnreachableError:
     do = "Check the network, HF_ENDPOINT and proxies; with a complete download, set HF_HUB_OFFLINE=1."
-    return QwenNvfp4Error(f"{repo}: the hub cannot be reached", seen=_first_line(error) or type(error).__name__, do=do)
+    return HubUnreachableError(
+        f"{repo}: the hub cannot be reached", seen=_first_line(error) or type(error).__name__, do=do
+    )
 
 
 def _status(error: Exception) -> int | None:
@@ -116,13 +126,23 @@ def find_repo(name: str, revision: str | None = None, *, token: str | None = Non
         info = api(token).model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
     files = {
         entry.rfilename: RepoFile(
-            entry.rfilename, entry.size or 0, getattr(entry.lfs, "sha256", None) if entry.lfs else None
+            entry.rfilename,
+            entry.size or 0,
+            getattr(entry.lfs, "sha256", None) if entry.lfs else None,
+            entry.blob_id,
         )
         for entry in info.siblings or ()
     }
     if info.sha is None:
         raise QwenNvfp4Error(f"{name}: the hub names no commit", do="Try again later.")
     return Repo(name, info.sha, files)
+
+
+def file_request(repo: Repo, name: str, token: str | None) -> tuple[str, dict[str, str]]:
+    """URL and headers of a GET for one file at the repository's commit, uncompressed so that offsets count."""
+    url = f"{api(token).endpoint}/{repo.name}/resolve/{repo.commit}/{quote(name)}"
+    headers: dict[str, str] = import_module("huggingface_hub.utils").build_hf_headers(token=token)
+    return url, {**headers, "Accept-Encoding": "identity"}
 
 
 class RangeReader:
@@ -133,13 +153,9 @@ class RangeReader:
 
     def read(self, name: str, start: int, size: int) -> bytes:
         """`size` bytes of file `name` from `start`; fewer at its end. Raises QwenNvfp4Error."""
-        from huggingface_hub import hf_hub_url
-
+        url, headers = file_request(self._repo, name, self._token)
+        headers["Range"] = f"bytes={start}-{start + size - 1}"
         utils = import_module("huggingface_hub.utils")  # it exports these without saying so to type checkers
-        endpoint = api(self._token).endpoint
-        url = hf_hub_url(self._repo.name, name, revision=self._repo.commit, endpoint=endpoint)
-        headers = {**utils.build_hf_headers(token=self._token), "Range": f"bytes={start}-{start + size - 1}"}
-        headers["Accept-Encoding"] = "identity"
         with plain_errors(self._repo.name, self._repo.commit, has_token=self._token is not None):
             response = utils.get_session().get(url, headers=headers, timeout=TIMEOUT_S)
             utils.hf_raise_for_status(response)
