@@ -5,11 +5,13 @@ A library's name carries the hash of everything that decides its contents, so a 
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -108,3 +110,22 @@ def load(library: KernelLibrary, path: Path | None = None) -> ctypes.CDLL:
             do="Run scripts/build-kernels.",
         )
     return ctypes.CDLL(str(found))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Builds every library, prints where each lies. Exit code as the errors define it."""
+    parser = argparse.ArgumentParser(prog="build-kernels", description="Compile the CUDA kernels.")
+    parser.add_argument("directory", nargs="?", type=Path, default=USER_CACHE, help="where the libraries go")
+    parser.add_argument("--cards", nargs="+", default=list(CARDS), choices=CARDS, help="machine code for these cards")
+    chosen = parser.parse_args(arguments)
+    try:
+        for library in LIBRARIES:
+            print(build(library, chosen.directory, cards=chosen.cards))
+    except QwenNvfp4Error as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

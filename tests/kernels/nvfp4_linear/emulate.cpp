@@ -41,41 +41,47 @@ void mma(std::vector<Lane>& lanes, int h, int p) {
 
 }  // namespace
 
-// y[m, n] without row scale for m <= 8, n a multiple of 128, k a multiple of 128.
-extern "C" void emulate(const uint8_t* packed, const uint8_t* scales, const uint16_t* x, double* y, int m, int n, int k) {
-    for (int block = 0; block < n / kTileRows; ++block) {
-        for (int warp = 0; warp < 4; ++warp) {
-            std::vector<Lane> lanes(32, Lane{});
-            for (int step = 0; step < k / kStepColumns; ++step) {
-                for (int word = 0; word < 4; ++word) {
-                    for (int lane = 0; lane < 32; ++lane) {
-                        const int g = lane / 4, t = lane % 4;
-                        Word4 weights[4], words;
-                        uint32_t scale[4];
-                        std::memcpy(&words, scales + scale_offset(block, k / 64, step, warp, g, t), 16);
-                        for (int q = 0; q < 4; ++q) {
-                            const int64_t row = block * kTileRows + row_in_block(warp, g, q);
-                            std::memcpy(&weights[q], packed + weight_offset(row, k, step, t), 16);
-                            scale[q] = scale_pair(words.v[q], scale_selector(t));
-                        }
-                        decode_word(weights, scale, word, lanes[lane].a);
-                        const int token = g < m ? g : m - 1;
-                        Word4 chunk;
-                        std::memcpy(&chunk, x + int64_t(token) * k + step * kStepColumns + t * kLaneColumns + word * 8, 16);
-                        lanes[lane].b = permute_activations(chunk);
+// y[m, n] without row scale for m <= 8 / P, n a multiple of 128, k a multiple of 128 P.
+template <int P>
+void emulate(const uint8_t* packed, const uint8_t* scales, const uint16_t* x, double* y, int m, int n, int k) {
+    for (int w = 0; w < n / kWarpRows * P; ++w) {
+        std::vector<Lane> lanes(32, Lane{});
+        for (int step = 0; step < k / (P * kPartColumns); ++step) {
+            for (int word = 0; word < 4; ++word) {
+                for (int lane = 0; lane < 32; ++lane) {
+                    const int g = lane / 4, t = lane % 4, column = step * P * kPartColumns + column_of<P>(g, t);
+                    Word4 weights[4], words, chunk;
+                    uint32_t scale[4];
+                    std::memcpy(&words, scales + scale_offset<P>(w, k / 64, step, g, t), 16);
+                    for (int q = 0; q < 4; ++q) {
+                        std::memcpy(&weights[q], packed + (int64_t(row_of<P>(w, g, q)) * k + column) / 2, 16);
+                        scale[q] = scale_pair(words.v[q], scale_selector(t));
                     }
-                    for (int h = 0; h < 2; ++h)
-                        for (int p = 0; p < 2; ++p) mma(lanes, h, p);
+                    decode_word(weights, scale, word, lanes[lane].a);
+                    const int token = g / P < m ? g / P : m - 1;
+                    std::memcpy(&chunk, x + int64_t(token) * k + column + word * 8, 16);
+                    lanes[lane].b = permute_activations(chunk);
+                }
+                for (int h = 0; h < 2; ++h)
+                    for (int p = 0; p < 2; ++p) mma(lanes, h, p);
+            }
+        }
+        for (int lane = 0; lane < 32; ++lane) {
+            for (int q = 0; q < 4; ++q) {
+                for (int i = 0; i < 2; ++i) {
+                    const int g = lane / 4, column = lane % 4 * 2 + i, token = column / P;
+                    // Accumulators of unequal parts are dropped, those of equal parts belong together.
+                    if (token >= m || column % P != g % P) continue;
+                    y[int64_t(token) * n + row_of<P>(w, g, q)] += lanes[lane].c[q / 2][q % 2 * 2 + i] * kUnscale;
                 }
             }
-            for (int lane = 0; lane < 32; ++lane)
-                for (int q = 0; q < 4; ++q)
-                    for (int i = 0; i < 2; ++i) {
-                        const int token = lane % 4 * 2 + i, row = block * kTileRows + row_in_block(warp, lane / 4, q);
-                        if (token < m) y[int64_t(token) * n + row] = lanes[lane].c[q / 2][q % 2 * 2 + i] * kUnscale;
-                    }
         }
     }
+}
+
+// y must be zero.
+extern "C" void emulate(int parts, const uint8_t* packed, const uint8_t* scales, const uint16_t* x, double* y, int m, int n, int k) {
+    (parts == 1 ? emulate<1> : emulate<2>)(packed, scales, x, y, m, n, k);
 }
 
 // The weight that code and E4M3 byte decode to: column `column` of an 8-column word, scale in byte `place` of its word.

@@ -45,15 +45,19 @@ def test_orders_of_weights_and_activations_agree(emulator: ctypes.CDLL) -> None:
     assert emulator.orders_agree() == 1
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(1, 128, 128), (3, 256, 384), (8, 128, 512)])
-def test_layout_against_dequantized_weights_is_exact(emulator: ctypes.CDLL, m: int, n: int, k: int) -> None:
+@pytest.mark.parametrize(
+    ("parts", "m", "n", "k"), [(1, 1, 128, 128), (1, 3, 256, 384), (1, 8, 128, 512), (2, 1, 128, 256), (2, 4, 256, 768)]
+)
+def test_layout_against_dequantized_weights_is_exact(  # noqa: PLR0917
+    emulator: ctypes.CDLL, parts: int, m: int, n: int, k: int
+) -> None:
     generator = torch.Generator().manual_seed(m)
     packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
     block_scale = torch.randint(1, 127, (n, k // 16), dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)
     swizzled = nvfp4.swizzle_scales(block_scale)
     x = torch.randn(m, k, generator=generator).bfloat16()
-    y = torch.full((m, n), float("nan"), dtype=torch.float64)
+    y = torch.zeros(m, n, dtype=torch.float64)
     pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (packed, swizzled, x, y)]
-    emulator.emulate(*pointers, m, n, k)
+    emulator.emulate(parts, *pointers, m, n, k)
     expected = x.double() @ nvfp4.dequantize_nvfp4(packed, block_scale, 1.0, dtype=torch.float64).T
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-9)

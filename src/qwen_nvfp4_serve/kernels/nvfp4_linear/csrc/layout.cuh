@@ -1,7 +1,9 @@
 // How weights, scales and activations meet in the MMA registers. Host and device: a CPU test runs these same functions.
 //
-// One warp step is 32 weight rows by 128 columns. With g = lane / 4 and t = lane % 4, a lane owns, for each of its 4 rows,
-// the 32 columns 32 t .. 32 t + 31 of the step: one 16-byte load, two scale blocks.
+// One warp step is 4096 weights: 32 / P rows by 128 P columns, P = 1 or 2 parts. With g = lane / 4 and t = lane % 4, a lane
+// owns, in each of 4 rows, 32 columns of part g % P: one 16-byte load, two scale blocks. Two parts make a row's share of
+// a step 128 bytes, a whole cache line. The MMA then multiplies every part of the weights with every part of the
+// activations, in different accumulators: those of unequal parts are dropped, so 8 columns of B hold 8 / P tokens.
 // mma.m16n8k16 sums over 16 slots; lane t supplies slots {2t, 2t+1} (first register of a pair) and {2t+8, 2t+9} (second)
 // of both operands, so any column may sit in any slot as long as weights and activations agree. Both use the order that
 // decoding makes cheap: register i of an 8-column word holds columns (i, i + 4).
@@ -19,9 +21,9 @@
 
 namespace nvfp4 {
 
-constexpr int kStepColumns = 128;   // columns of one warp step
+constexpr int kPartColumns = 128;   // columns of one part of a warp step
 constexpr int kLaneColumns = 32;    // consecutive columns of one lane
-constexpr int kWarpRows = 32;       // rows of one warp: 8 in each quarter of a 128-row scale tile
+constexpr int kWarpRows = 32;       // rows of one warp if P = 1: 8 in each quarter of a 128-row scale tile
 constexpr int kTileRows = 128;      // rows of a scale tile
 constexpr int kTileBytes = 512;     // bytes of a scale tile: 128 rows x 4 blocks
 constexpr float kUnscale = 256.0f;  // decode() * scale_pair() is the weight times 2^-8
@@ -30,17 +32,23 @@ struct Word4 {
     uint32_t v[4];
 };
 
-// Row within the CTA's block of lane group g's quarter q. Rows 32 apart share 16 scale bytes in the 128x4 order.
-NVFP4_HD int row_in_block(int warp, int g, int q) { return warp / 4 * kTileRows + q * 32 + warp % 4 * 8 + g; }
-
-// Byte of the packed matrix where lane t's 32 columns of `step` begin.
-NVFP4_HD int64_t weight_offset(int64_t row, int64_t columns, int step, int t) {
-    return row * (columns / 2) + step * (kStepColumns / 2) + t * (kLaneColumns / 2);
+// Row of lane group g's quarter q, for the matrix' w-th warp. Rows 32 apart share 16 scale bytes in the 128x4 order.
+template <int P>
+NVFP4_HD int row_of(int w, int g, int q) {
+    return w / (4 * P) * kTileRows + q * 32 + w % (4 * P) * (8 / P) + g / P;
 }
 
-// Byte of the scale buffer with 4 words, one per quarter q, of 4 blocks each; lane t needs blocks 2 (t % 2) and the next.
-NVFP4_HD int64_t scale_offset(int64_t row_tile, int64_t group_tiles, int step, int warp, int g, int t) {
-    return (row_tile * group_tiles + step * 2 + t / 2) * kTileBytes + (warp % 4 * 8 + g) * 16;
+// First of the lane's 32 columns, within the step. The same for its weights and for the activations it loads.
+template <int P>
+NVFP4_HD int column_of(int g, int t) {
+    return g % P * kPartColumns + t * kLaneColumns;
+}
+
+// Byte of the scale buffer with 4 words, one per quarter, of 4 blocks each; lane t needs blocks 2 (t % 2) and the next.
+template <int P>
+NVFP4_HD int64_t scale_offset(int w, int64_t group_tiles, int step, int g, int t) {
+    const int64_t tile = w / (4 * P) * group_tiles + step * 2 * P + column_of<P>(g, t) / 64;
+    return tile * kTileBytes + (w % (4 * P) * (8 / P) + g / P) * 16;
 }
 
 NVFP4_HD uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
@@ -78,9 +86,11 @@ NVFP4_HD uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 // Eight E2M1 codes (column 0 in the low nibble) as bf16 pairs times 2^-126: register i holds columns (i, i + 4).
 // Sign goes to bit 15, exponent and mantissa to bits 8..6; the subnormal code 0.5 becomes bf16's own subnormal.
 NVFP4_HD Word4 decode(uint32_t codes) {
-    constexpr uint32_t sign = 0x80008000u, magnitude = 0x01C001C0u;
-    return {{((codes << 12) & sign) | ((codes << 6) & magnitude), ((codes << 8) & sign) | ((codes << 2) & magnitude),
-             ((codes << 4) & sign) | ((codes >> 2) & magnitude), (codes & sign) | ((codes >> 6) & magnitude)}};
+    constexpr uint32_t low = 0x000F000Fu, high = 0x00F000F0u, kept = 0x81C081C0u;
+    const uint32_t upper = codes >> 8;
+    // One product makes both shifts of a nibble: 12 and 6 for a low one, 8 and 2 for a high one. The copies do not meet.
+    return {{((codes & low) * 0x1040u) & kept, ((codes & high) * 0x0104u) & kept, ((upper & low) * 0x1040u) & kept,
+             ((upper & high) * 0x0104u) & kept}};
 }
 
 // Selector that takes lane t's two scale bytes out of a word of four blocks, each to the low byte of a half.
@@ -94,7 +104,19 @@ NVFP4_HD uint32_t scale_pair(uint32_t word, uint32_t selector) {
 }
 
 // Scale `block` (0: the lane's columns 0..15, 1: its columns 16..31) in both halves.
-NVFP4_HD uint32_t spread(uint32_t pair, int block) { return byte_permute(pair, 0, block ? 0x3232u : 0x1010u); }
+NVFP4_HD uint32_t spread(uint32_t pair, int block) {
+#if defined(__CUDA_ARCH__)
+    uint32_t result;  // as a move of halves, which the compiler turns into an operand selector of the product
+    if (block) {
+        asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {h, h};}" : "=r"(result) : "r"(pair));
+    } else {
+        asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; mov.b32 %0, {l, l};}" : "=r"(result) : "r"(pair));
+    }
+    return result;
+#else
+    return byte_permute(pair, 0, block ? 0x3232u : 0x1010u);
+#endif
+}
 
 // Eight consecutive bf16 activations in decode()'s order: register i holds columns (i, i + 4).
 NVFP4_HD Word4 permute_activations(Word4 x) {

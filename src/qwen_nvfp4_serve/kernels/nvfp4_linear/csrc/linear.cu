@@ -7,8 +7,8 @@
 #include "linear.h"
 
 #if !defined(NVFP4_VARIANTS)
-// Tiles of 8 tokens, warps, staged steps, CTAs per multiprocessor the registers are kept for.
-#define NVFP4_VARIANTS variant<1, 4, 4, 5>(), variant<2, 4, 2, 4>(), variant<4, 4, 2, 4>(), variant<8, 4, 1, 3>()
+// Parts, tiles, warps, steps in a stage, CTAs per multiprocessor.
+#define NVFP4_VARIANTS variant<2, 1, 8, 4, 2>(), variant<2, 2, 8, 4, 2>(), variant<1, 2, 8, 2, 2>(), variant<1, 4, 8, 2, 2>(), variant<1, 8, 8, 1, 1>()
 #endif
 
 #include <cuda_bf16.h>
@@ -31,6 +31,7 @@ struct Params {
     int steps;        // per row block
     int total;        // row blocks * steps
     int group_tiles;  // scale tiles along K
+    int last_warp;    // of those that share the rows
 };
 
 __device__ __forceinline__ Word4 load_weights(const uint8_t* p) {
@@ -63,15 +64,15 @@ __device__ __forceinline__ void release_dependents() {
 #endif
 }
 
-// Tiles: tiles of 8 tokens. Warps: 32 rows each. StageSteps: steps of activations staged at once, two stages deep.
-template <int Tiles, int Warps, int StageSteps>
+// P: parts of K in a warp step. Tiles: MMA tiles of 8 / P tokens. StageSteps: steps of activations staged at once.
+template <int P, int Tiles, int Warps, int StageSteps>
 struct Shape {
-    static constexpr int tokens = Tiles * 8;
-    static constexpr int rows = Warps * kWarpRows;
-    static constexpr int threads = Warps * 32;
-    static constexpr int stage_chunks = StageSteps * 16 * tokens;  // of 8 activations, 16 bytes
+    static constexpr int parts = P, tiles = Tiles, warps = Warps, threads = Warps * 32;
+    static constexpr int tokens = Tiles * 8 / P, rows = Warps * kWarpRows / P;
+    static constexpr int step_columns = P * kPartColumns, step_bytes = step_columns / 2, step_chunks = step_columns / 8;
+    static constexpr int stage_chunks = StageSteps * step_chunks * tokens;  // of 8 activations, 16 bytes
     static constexpr int shared_bytes = 2 * stage_chunks * 16;
-    static constexpr int slot_floats = rows * tokens;
+    static constexpr int slot_floats = threads * 8 * Tiles;
 };
 
 // A warp's weights and scales of one step.
@@ -87,51 +88,52 @@ struct WeightCursor {
     const uint8_t* scale;
 
     __device__ void seek(const Params& p, int block, int step) {
-        const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        // Warps and rows past the end read the last ones again; nothing of theirs is stored.
+        const int w = min(block * S::warps + int(threadIdx.x / 32), p.last_warp);
+        const int64_t column = step * S::step_columns + column_of<S::parts>(g, t);
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            const int r = min(block * S::rows + row_in_block(warp, g, q), p.n - 1);
-            row[q] = p.packed + weight_offset(r, p.k, step, t);
-        }
-        const int tile = min(block * (S::rows / kTileRows) + warp / 4, (p.n - 1) / kTileRows);
-        scale = p.scales + scale_offset(tile, p.group_tiles, step, warp, g, t);
+        for (int q = 0; q < 4; ++q) row[q] = p.packed + (int64_t(min(row_of<S::parts>(w, g, q), p.n - 1)) * p.k + column) / 2;
+        scale = p.scales + scale_offset<S::parts>(w, p.group_tiles, step, g, t);
     }
 
     __device__ __forceinline__ void load(Fragment& f, int ahead) const {
 #pragma unroll
-        for (int q = 0; q < 4; ++q) f.weights[q] = load_weights(row[q] + ahead * (kStepColumns / 2));
-        f.scales = load_weights(scale + ahead * (2 * kTileBytes));
+        for (int q = 0; q < 4; ++q) f.weights[q] = load_weights(row[q] + ahead * S::step_bytes);
+        f.scales = load_weights(scale + ahead * (S::step_columns / 64 * kTileBytes));
     }
 
     __device__ __forceinline__ void advance(int by) {
 #pragma unroll
-        for (int q = 0; q < 4; ++q) row[q] += by * (kStepColumns / 2);
-        scale += by * (2 * kTileBytes);
+        for (int q = 0; q < 4; ++q) row[q] += by * S::step_bytes;
+        scale += by * (S::step_columns / 64 * kTileBytes);
     }
 };
 
 // Stages activations of StageSteps steps in shared memory, 16-byte chunks of 8 columns in decode()'s order:
-// slot ((step * 4 + word) * tokens + token) * 4 + t. A thread keeps to one column of the stage and walks the tokens.
+// slot ((step * 4 + word) * tokens + token) * 4 P + part * 4 + t. A thread keeps to its columns and walks the tokens.
 template <class S, int StageSteps>
 struct ActivationStage {
-    static constexpr int tokens_per_pass = S::threads / (16 * StageSteps);
-    static constexpr int passes = S::tokens / tokens_per_pass;
-    static_assert(S::threads % (16 * StageSteps) == 0 && S::tokens % tokens_per_pass == 0);
+    static constexpr int stage_columns = StageSteps * S::step_chunks;
+    static constexpr int tokens_per_pass = S::threads / stage_columns > 0 ? S::threads / stage_columns : 1;
+    static constexpr int passes = (S::tokens + tokens_per_pass - 1) / tokens_per_pass;
+    static_assert(S::threads % stage_columns == 0);
     int token, slot, column;
 
-    __device__ ActivationStage() : token(threadIdx.x / 16 / StageSteps) {
-        const int t = threadIdx.x % 4, word = threadIdx.x / 4 % 4, step = threadIdx.x / 16 % StageSteps;
-        slot = ((step * 4 + word) * S::tokens + token) * 4 + t;
-        column = step * kStepColumns + t * kLaneColumns + word * 8;
+    __device__ ActivationStage() : token(threadIdx.x / stage_columns) {
+        const int chunk = threadIdx.x % S::step_chunks, step = threadIdx.x / S::step_chunks % StageSteps;
+        const int word = chunk % 4, lane = chunk / 4;  // lane: part * 4 + t
+        slot = ((step * 4 + word) * S::tokens + token) * 4 * S::parts + lane;
+        column = step * S::step_columns + chunk * 8;
     }
 
     __device__ __forceinline__ void request(const Params& p, uint4* stage, int step) const {
-        const int k = step * kStepColumns + column;
+        const int k = step * S::step_columns + column;
         const bool valid = k < p.k;
         const __nv_bfloat16* x = p.x + token * p.x_stride + (valid ? k : 0);
 #pragma unroll
         for (int i = 0; i < passes; ++i) {
-            if (token + i * tokens_per_pass < p.m) copy_async(stage + slot + i * tokens_per_pass * 4, x, valid);
+            if (token + i * tokens_per_pass < p.m) copy_async(stage + slot + i * tokens_per_pass * 4 * S::parts, x, valid);
             x += tokens_per_pass * p.x_stride;
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
@@ -143,7 +145,7 @@ struct ActivationStage {
 #pragma unroll
         for (int i = 0; i < passes; ++i) {
             if (token + i * tokens_per_pass >= p.m) break;
-            uint4& chunk = stage[slot + i * tokens_per_pass * 4];
+            uint4& chunk = stage[slot + i * tokens_per_pass * 4 * S::parts];
             const Word4 o = permute_activations({{chunk.x, chunk.y, chunk.z, chunk.w}});
             chunk = make_uint4(o.v[0], o.v[1], o.v[2], o.v[3]);
         }
@@ -151,9 +153,9 @@ struct ActivationStage {
 };
 
 // One step: decode 4 rows x 32 columns per lane, multiply with every tile of tokens.
-template <int Tiles>
-__device__ __forceinline__ void multiply_step(float (&acc)[2][Tiles][4], const Fragment& f, uint32_t selector, const uint4* x, const uint4* x_last) {
-    constexpr int word_stride = Tiles * 8 * 4, tile_stride = 8 * 4;
+template <class S>
+__device__ __forceinline__ void multiply_step(float (&acc)[2][S::tiles][4], const Fragment& f, uint32_t selector, const uint4* x, const uint4* x_last) {
+    constexpr int word_stride = S::tokens * 4 * S::parts, tile_stride = 8 * 4;
     uint32_t scale[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) scale[q] = scale_pair(f.scales.v[q], selector);
@@ -162,8 +164,8 @@ __device__ __forceinline__ void multiply_step(float (&acc)[2][Tiles][4], const F
         Word4 a[4];
         decode_word(f.weights, scale, word, a);
 #pragma unroll
-        for (int tile = 0; tile < Tiles; ++tile) {
-            const uint4 b = tile == Tiles - 1 ? x_last[word * word_stride] : x[word * word_stride + tile * tile_stride];
+        for (int tile = 0; tile < S::tiles; ++tile) {
+            const uint4 b = tile == S::tiles - 1 ? x_last[word * word_stride] : x[word * word_stride + tile * tile_stride];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 mma(acc[half][tile], mma_weights(a, half, 0), b.x, b.y);
@@ -173,21 +175,29 @@ __device__ __forceinline__ void multiply_step(float (&acc)[2][Tiles][4], const F
     }
 }
 
-template <class S, int Tiles>
-__device__ __forceinline__ void store_block(const Params& p, int block, const float (&acc)[2][Tiles][4]) {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+// What a lane's accumulators of one row quarter and tile hold: the tokens from first_token on, up to two.
+template <class S>
+__device__ __forceinline__ void store_block(const Params& p, int block, const float (&acc)[2][S::tiles][4]) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, w = block * S::warps + threadIdx.x / 32;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-        const int row = block * S::rows + row_in_block(warp, g, q);
-        if (row >= p.n) continue;
-        const float scale = p.row_scale[row] * kUnscale;
-        const float bias = p.bias ? __bfloat162float(p.bias[row]) : 0.0f;
+        const int row = row_of<S::parts>(w, g, q);
+        const bool stored = w <= p.last_warp && row < p.n;
+        const float scale = stored ? p.row_scale[row] * kUnscale : 0.0f;
+        const float bias = stored && p.bias ? __bfloat162float(p.bias[row]) : 0.0f;
 #pragma unroll
-        for (int tile = 0; tile < Tiles; ++tile) {
+        for (int tile = 0; tile < S::tiles; ++tile) {
+            float value[2] = {acc[q / 2][tile][q % 2 * 2], acc[q / 2][tile][q % 2 * 2 + 1]};
+            if (S::parts == 2) {
+                // Column 2 t + h is token t with part h; lane group g has part g % 2, its neighbour the other.
+                const float mine = g % 2 ? value[1] : value[0];
+                value[0] = mine + __shfl_xor_sync(0xffffffffu, mine, 4);
+            }
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int token = tile * 8 + 2 * t + i;
-                if (token < p.m) p.y[token * p.y_stride + row] = __float2bfloat16_rn(fmaf(acc[q / 2][tile][q % 2 * 2 + i], scale, bias));
+            for (int i = 0; i < 2 / S::parts; ++i) {
+                const int token = tile * (8 / S::parts) + t * (2 / S::parts) + i;
+                const bool first = S::parts == 1 || g % 2 == 0;
+                if (stored && first && token < p.m) p.y[token * p.y_stride + row] = __float2bfloat16_rn(fmaf(value[i], scale, bias));
             }
         }
     }
@@ -197,42 +207,52 @@ __device__ __forceinline__ void store_block(const Params& p, int block, const fl
 __device__ __forceinline__ int owner_of(int s, int total) { return int((int64_t(s + 1) * gridDim.x - 1) / total); }
 
 // Leaves this CTA's part of a row block in `partial`; true in the CTA that arrives last, with the whole sum in acc.
-template <class S, int Tiles>
-__device__ __forceinline__ bool combine_block(const Params& p, int block, bool starts_block, float (&acc)[2][Tiles][4]) {
+template <class S>
+__device__ __forceinline__ bool combine_block(const Params& p, int block, bool starts_block, float (&acc)[2][S::tiles][4]) {
     const int first = owner_of(block * p.steps, p.total), last = owner_of((block + 1) * p.steps - 1, p.total);
     const auto slot = [&](int cta, bool starts) {
         return reinterpret_cast<float4*>(p.partial + int64_t(cta * 2 + starts) * S::slot_floats) + threadIdx.x;
     };
     float4* mine = slot(blockIdx.x, starts_block);
 #pragma unroll
-    for (int i = 0; i < 2 * Tiles; ++i) {
-        const float(&v)[4] = acc[i / Tiles][i % Tiles];
+    for (int i = 0; i < 2 * S::tiles; ++i) {
+        const float(&v)[4] = acc[i / S::tiles][i % S::tiles];
         __stcg(mine + i * S::threads, make_float4(v[0], v[1], v[2], v[3]));
     }
-    __threadfence();
     __shared__ unsigned arrived_before;
-    __syncthreads();
-    if (threadIdx.x == 0) arrived_before = atomicAdd(p.arrived + block, 1u);
+    __syncthreads();  // orders every thread's part before thread 0's fence, which publishes them all
+    if (threadIdx.x == 0) {
+        __threadfence();
+        arrived_before = atomicAdd(p.arrived + block, 1u);
+        __threadfence();
+    }
     __syncthreads();
     if (arrived_before != unsigned(last - first)) return false;
-    __threadfence();
     if (threadIdx.x == 0) p.arrived[block] = 0;
 #pragma unroll
-    for (int i = 0; i < 2 * Tiles; ++i) {
-        float4 sum = __ldcg(slot(first, true) + i * S::threads);
-        for (int cta = first + 1; cta <= last; ++cta) {
-            const float4 v = __ldcg(slot(cta, false) + i * S::threads);
-            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    for (int i = 0; i < 2 * S::tiles; ++i) {
+        const float4 v = __ldcg(slot(first, true) + i * S::threads);
+        float(&sum)[4] = acc[i / S::tiles][i % S::tiles];
+        sum[0] = v.x, sum[1] = v.y, sum[2] = v.z, sum[3] = v.w;
+    }
+    // Few tiles: several parts are on their way at once; many tiles: one part fills the registers.
+#pragma unroll(S::tiles <= 2 ? 4 : 1)
+    for (int cta = first + 1; cta <= last; ++cta) {
+        float4 part[2 * S::tiles];
+#pragma unroll
+        for (int i = 0; i < 2 * S::tiles; ++i) part[i] = __ldcg(slot(cta, false) + i * S::threads);
+#pragma unroll
+        for (int i = 0; i < 2 * S::tiles; ++i) {
+            float(&sum)[4] = acc[i / S::tiles][i % S::tiles];
+            sum[0] += part[i].x, sum[1] += part[i].y, sum[2] += part[i].z, sum[3] += part[i].w;
         }
-        float(&v)[4] = acc[i / Tiles][i % Tiles];
-        v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
     }
     return true;
 }
 
-template <int Tiles, int Warps, int StageSteps, int MinBlocks>
+template <int P, int Tiles, int Warps, int StageSteps, int MinBlocks>
 __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __grid_constant__ Params p) {
-    using S = Shape<Tiles, Warps, StageSteps>;
+    using S = Shape<P, Tiles, Warps, StageSteps>;
     extern __shared__ uint4 stages[];
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     int position = int(int64_t(p.total) * blockIdx.x / gridDim.x);
@@ -249,11 +269,11 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
     const uint32_t selector = scale_selector(t);
     // Lanes of absent tokens read the last one: their columns are never stored.
     const uint4* lane_x = stages + g * 4 + t;
-    const uint4* lane_x_last = stages + min((Tiles - 1) * 8 + g, p.m - 1) * 4 + t;
+    const uint4* lane_x_last = stages + (min((Tiles - 1) * 8 / P + g / P, p.m - 1) * P + g % P) * 4 + t;
 
     while (true) {
         const int stop = min(p.steps, first + end - position);
-        float acc[2][Tiles][4] = {};
+        float acc[2][S::tiles][4] = {};
         activations.request(p, stages, first);
         activations.finish(p, stages);
         __syncthreads();
@@ -268,8 +288,8 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
 #pragma unroll
             for (int i = 0; i < StageSteps; ++i) {
                 if (i + 1 < StageSteps || more) cursor.load(fragments[(i + 1) % 2], i + 1);
-                const int offset = buffer + i * 16 * S::tokens;
-                multiply_step<Tiles>(acc, fragments[i % 2], selector, lane_x + offset, lane_x_last + offset);
+                const int offset = buffer + i * S::step_chunks * S::tokens;
+                multiply_step<S>(acc, fragments[i % 2], selector, lane_x + offset, lane_x_last + offset);
             }
             current = fragments[StageSteps % 2];
             cursor.advance(StageSteps);
@@ -277,10 +297,10 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
             __syncthreads();
             buffer = S::stage_chunks - buffer;
         }
-        for (int offset = buffer; StageSteps > 1 && step < stop; ++step, offset += 16 * S::tokens) {
+        for (int offset = buffer; StageSteps > 1 && step < stop; ++step, offset += S::step_chunks * S::tokens) {
             Fragment upcoming;
             if (step + 1 < stop) cursor.load(upcoming, 1);
-            multiply_step<Tiles>(acc, current, selector, lane_x + offset, lane_x_last + offset);
+            multiply_step<S>(acc, current, selector, lane_x + offset, lane_x_last + offset);
             current = upcoming;
             cursor.advance(1);
         }
@@ -293,7 +313,7 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
             cursor.seek(p, block, 0);
             cursor.load(current, 0);
         }
-        if (whole || combine_block<S, Tiles>(p, done, starts, acc)) store_block<S, Tiles>(p, done, acc);
+        if (whole || combine_block<S>(p, done, starts, acc)) store_block<S>(p, done, acc);
         if (position >= end) return;
     }
 }
@@ -321,17 +341,16 @@ __global__ void dequantize_kernel(const uint8_t* packed, const uint8_t* scales, 
 
 using Kernel = void (*)(Params);
 
-// max_tokens: the tokens this variant is made for. The first row that fits m serves it.
 struct Variant {
-    int tiles, warps, stage_steps, min_blocks;
-    int rows, shared_bytes, slot_floats;
+    int tokens, warps, blocks;  // blocks: CTAs per multiprocessor that it is made for
+    int step_columns, rows, shared_bytes, slot_floats;
     Kernel kernel;
 };
 
-template <int Tiles, int Warps, int StageSteps, int MinBlocks>
+template <int P, int Tiles, int Warps, int StageSteps, int MinBlocks>
 constexpr Variant variant() {
-    using S = Shape<Tiles, Warps, StageSteps>;
-    return {Tiles, Warps, StageSteps, MinBlocks, S::rows, S::shared_bytes, S::slot_floats, linear_kernel<Tiles, Warps, StageSteps, MinBlocks>};
+    using S = Shape<P, Tiles, Warps, StageSteps>;
+    return {S::tokens, Warps, MinBlocks, S::step_columns, S::rows, S::shared_bytes, S::slot_floats, linear_kernel<P, Tiles, Warps, StageSteps, MinBlocks>};
 }
 
 const Variant kVariants[] = {NVFP4_VARIANTS};
@@ -359,8 +378,12 @@ cudaError_t residency(const Residency** result) {
         if (const auto error = cudaDeviceGetAttribute(&r.capability, cudaDevAttrComputeCapabilityMajor, device)) return error;
         if (const auto error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device)) return error;
         r.capability = r.capability * 10 + minor;
+        int shared_limit = 0;
+        if (const auto error = cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) return error;
         for (int i = 0; i < kVariantCount; ++i) {
             const Variant& v = kVariants[i];
+            r.blocks[i] = 0;
+            if (v.shared_bytes > shared_limit) continue;
             if (const auto error = cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v.shared_bytes)) return error;
             if (const auto error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&r.blocks[i], v.kernel, v.warps * 32, v.shared_bytes)) return error;
         }
@@ -370,9 +393,10 @@ cudaError_t residency(const Residency** result) {
     return cudaSuccess;
 }
 
-int variant_for(int m) {
+// The first variant that takes m tokens and k columns and that this card holds as often as it was made for.
+int variant_for(int m, int k, const Residency& card) {
     for (int i = 0; i < kVariantCount; ++i)
-        if (kVariants[i].tiles * 8 >= m) return i;
+        if (kVariants[i].tokens >= m && k % kVariants[i].step_columns == 0 && card.blocks[i] >= kVariants[i].blocks) return i;
     return -1;
 }
 
@@ -399,12 +423,12 @@ int64_t nvfp4_linear_workspace_bytes(void) {
 int32_t nvfp4_linear(const Nvfp4LinearCall* call, void* stream) {
     const Residency* card = nullptr;
     if (const auto error = residency(&card)) return error;
-    const int index = call->variant >= 0 ? call->variant : variant_for(call->m);
-    if (index < 0 || index >= kVariantCount || call->m < 1 || call->m > kVariants[index].tiles * 8) return cudaErrorInvalidValue;
-    if (call->n < 1 || call->k < kStepColumns || call->k % kStepColumns || card->blocks[index] < 1) return cudaErrorInvalidValue;
+    const int index = call->variant >= 0 ? call->variant : variant_for(call->m, call->k, *card);
+    if (index < 0 || index >= kVariantCount || call->m < 1 || call->m > kVariants[index].tokens) return cudaErrorInvalidValue;
+    if (call->n < 1 || call->k < 1 || call->k % kVariants[index].step_columns || card->blocks[index] < 1) return cudaErrorInvalidValue;
     const Variant& v = kVariants[index];
-    const int steps = call->k / kStepColumns;
-    const int64_t row_blocks = (int64_t(call->n) + v.rows - 1) / v.rows, total = row_blocks * steps;
+    const int steps = call->k / v.step_columns, tiles = (call->n + kTileRows - 1) / kTileRows;
+    const int64_t row_blocks = (int64_t(tiles) * kTileRows + v.rows - 1) / v.rows, total = row_blocks * steps;
     if (row_blocks > kMaxRowBlocks || total > INT32_MAX) return cudaErrorInvalidValue;
     const int64_t resident = int64_t(card->multiprocessors) * card->blocks[index];
     int64_t grid = call->grid > 0 ? call->grid : total / kMinStepsPerCta;
@@ -415,7 +439,8 @@ int32_t nvfp4_linear(const Nvfp4LinearCall* call, void* stream) {
                         static_cast<const float*>(call->row_scale), static_cast<const __nv_bfloat16*>(call->bias),
                         static_cast<const __nv_bfloat16*>(call->x), static_cast<__nv_bfloat16*>(call->y),
                         reinterpret_cast<float*>(workspace + kCounterBytes), reinterpret_cast<unsigned*>(workspace),
-                        call->m, call->n, call->k, call->x_stride, call->y_stride, steps, int(total), call->k / 64};
+                        call->m, call->n, call->k, call->x_stride, call->y_stride, steps, int(total), call->k / 64,
+                        tiles * kTileRows * v.warps / v.rows - 1};
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
