@@ -107,9 +107,13 @@ def download_blob(repo: Repo, blob: Blob, *, token: str | None, meter: Meter, st
             if blob.path.exists():
                 meter.correct(blob.size_bytes - before)
                 return
-            _append(repo, blob, token=token, meter=meter, stop=stop)
-            if not stop.is_set():
-                _finish(blob, meter)
+            # What an earlier run left may itself be the damage: then it is given up once, and the file begun anew.
+            for _ in range(2 if before else 1):
+                _append(repo, blob, token=token, meter=meter, stop=stop)
+                if stop.is_set() or _finish(blob, meter):
+                    return
+            do = "Run it again: the file was removed."
+            raise QwenNvfp4Error(f"{blob.file} arrived damaged", seen="another size or hash", do=do)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             do = "Free some space and run it again: what is here is kept and resumed."
@@ -178,17 +182,17 @@ def _stream(repo: Repo, blob: Blob, file: BinaryIO, *, token: str | None, meter:
             meter.add(len(chunk))
 
 
-def _finish(blob: Blob, meter: Meter) -> None:
-    """Check size and hash, then give the blob its name. A damaged file is removed, so that the next run begins anew."""
+def _finish(blob: Blob, meter: Meter) -> bool:
+    """Give the blob its name when size and hash are right; otherwise remove the partial file and return False."""
     size = blob.partial.stat().st_size
     if size != blob.size_bytes or not _is_intact(blob):
         blob.partial.unlink()
         meter.correct(-size)
-        seen = f"{size:,} bytes" if size != blob.size_bytes else "another hash"
-        raise QwenNvfp4Error(f"{blob.file} arrived damaged", seen=seen, do="Run it again: the file was removed.")
+        return False
     with blob.partial.open("rb") as file:
         os.fsync(file.fileno())
     blob.partial.replace(blob.path)
+    return True
 
 
 def _is_intact(blob: Blob) -> bool:
