@@ -34,13 +34,14 @@ class State(enum.Enum):
 class Patch:
     """One change to vLLM.
 
-    changes: what in vLLM becomes different. why: what fails or is worse without it. upstream: the link that tracks it,
-    None if there is none. remove_when: the condition to drop it. serves_nvfp4: without it no NVFP4 model starts on this
-    platform. needed: asks the vLLM in this process. apply: makes the change; both import vLLM and run once.
+    platform: None for both. changes: what in vLLM becomes different. why: what fails or is worse without it. upstream:
+    the link that tracks it, None if there is none. remove_when: the condition to drop it. serves_nvfp4: without it no
+    NVFP4 model starts on this platform. needed: asks the vLLM in this process. apply: makes the change; both import
+    vLLM and run once.
     """
 
     name: str
-    platform: Platform
+    platform: Platform | None
     changes: str
     why: str
     upstream: str | None

@@ -7,7 +7,14 @@ import os
 import sys
 from importlib import metadata
 
-from qwen_nvfp4_patches import cpu_fp8_linear, cpu_fused_scales, cpu_mtp_state, cpu_nvfp4_linear, cpu_nvfp4_moe
+from qwen_nvfp4_patches import (
+    cpu_fp8_linear,
+    cpu_fused_scales,
+    cpu_mtp_state,
+    cpu_nvfp4_linear,
+    cpu_nvfp4_moe,
+    stream_shutdown,
+)
 from qwen_nvfp4_patches.patch import Check, Need, Outcome, Patch, Platform, State
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.versions import check_vllm, vllm_window
@@ -20,6 +27,7 @@ PATCHES: tuple[Patch, ...] = (
     cpu_fused_scales.PATCH,
     cpu_fp8_linear.PATCH,
     cpu_mtp_state.PATCH,
+    stream_shutdown.PATCH,
 )
 
 
@@ -58,8 +66,8 @@ def _platform(current: object) -> Platform | None:
 
 def _settle(patch: Patch, platform: Platform | None, version: str, enabled: bool) -> Outcome:
     """Applies `patch` if it should be, and says what became of it."""
-    if patch.platform is not platform:
-        return Outcome(patch.name, State.NOT_NEEDED, f"for {patch.platform.value} runs only")
+    if patch.platform not in (None, platform):
+        return Outcome(patch.name, State.NOT_NEEDED, f"for {_places(patch)} runs only")
     verdict = check_vllm(version, gpu=platform is Platform.GPU)
     need = patch.needed() if verdict.ok else _guess_need(patch)
     if not need.needed:
@@ -121,8 +129,8 @@ def report() -> dict[str, object]:
     rows = [
         {
             "name": patch.name,
-            "platform": patch.platform.value,
-            "window": vllm_window(gpu=patch.platform is Platform.GPU).specifier,
+            "platform": _places(patch),
+            "window": _windows(patch),
             "state": outcomes[patch.name].state.value,
             "reason": outcomes[patch.name].reason,
             "changes": patch.changes,
@@ -135,13 +143,24 @@ def report() -> dict[str, object]:
     return {"vllm": installed_vllm(), "patches": rows}
 
 
+def _places(patch: Patch) -> str:
+    return " and ".join(place.value for place in _platforms(patch))
+
+
+def _windows(patch: Patch) -> str:
+    return " and ".join(vllm_window(gpu=place is Platform.GPU).specifier for place in _platforms(patch))
+
+
+def _platforms(patch: Patch) -> tuple[Platform, ...]:
+    return (patch.platform,) if patch.platform else tuple(Platform)
+
+
 def table() -> str:
     """The records as a Markdown table, as docs/patches.md shows them."""
     lines = ["| patch | for | changes | without it | drop it when |", "|---|---|---|---|---|"]
     for patch in PATCHES:
         name = f"[{patch.name}]({patch.upstream})" if patch.upstream else patch.name
-        window = vllm_window(gpu=patch.platform is Platform.GPU).specifier
-        place = f"{patch.platform.value.upper()}, vLLM `{window}`"
+        place = f"{_places(patch).upper()}, vLLM {_windows(patch)}"
         lines.append(f"| {name} | {place} | {patch.changes} | {patch.why} | {patch.remove_when} |")
     return "\n".join(lines) + "\n"
 

@@ -92,9 +92,11 @@ CT_EXPERTS = f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compress
         (CT_EXPERTS, "CompressedTensorsW4A4Nvfp4MoEMethod", "process_weights_after_loading", ("self", "layer")),
         (f"{QUANTIZATION}.modelopt", "KNvfp4Static", "process", ("self", "layer", "role")),
         (f"{QUANTIZATION}.modelopt", "ModelOptNvFp4FusedMoE", "process_weights_after_loading", ("self", "layer")),
+        ("vllm.v1.engine.async_llm", "AsyncLLM", "shutdown", ("self", "timeout")),
+        ("vllm.v1.engine.output_processor", "OutputProcessor", "propagate_error", ("self", "e")),
     ],
 )
-def test_post_load_step_takes_the_parameters_that_we_know(
+def test_method_takes_the_parameters_that_we_know(
     module: str, name: str, method: str, expected: tuple[str, ...]
 ) -> None:
     function = getattr(getattr(importlib.import_module(module), name), method)
