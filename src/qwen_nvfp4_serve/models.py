@@ -302,7 +302,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def find_model(name: str) -> ModelRow | None:
     """The row called `name` (case ignored), or the one whose `repo` is `name`; None when the table has neither."""
     wanted = name.strip().lower()
-    return next((row for row in MODELS if wanted in (row.name, (row.repo or "").lower())), None)
+    return next((row for row in MODELS if wanted == row.name or (row.repo and wanted == row.repo.lower())), None)
 
 
 def resolve_model(given: str) -> ModelRef:
