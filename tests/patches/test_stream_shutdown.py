@@ -54,6 +54,6 @@ def test_client_that_never_served_stops_quietly() -> None:
 
 @pytest.mark.parametrize(("name", "needed"), [("EngineCore", False), ("VllmWorker-0", False), ("ApiServer_1", True)])
 def test_only_processes_that_serve_http_need_it(monkeypatch: pytest.MonkeyPatch, name: str, needed: bool) -> None:
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    monkeypatch.setattr(multiprocessing, "parent_process", object)
     monkeypatch.setattr(multiprocessing.current_process(), "name", name)
     assert stream_shutdown._needed().needed is needed
