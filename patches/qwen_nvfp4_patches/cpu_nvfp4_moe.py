@@ -59,12 +59,51 @@ def _weight_only(parent: Any) -> Any:
     return CpuNvFp4Experts
 
 
-def _rounding(parent: Any) -> Any:
-    """A subclass of `parent` that also rounds activations to NVFP4, expert by expert in plain PyTorch: for comparing
-    numerics, not for speed.
+@functools.cache
+def rounded_experts_op() -> Any:
+    """The operator `qwen_nvfp4::rounded_experts`, opaque to torch.compile: a gated SiLU FFN, expert by expert in plain
+    PyTorch, with activations rounded to NVFP4 before each product. For comparing numerics, not for speed.
+
+    x [M, H], w1 [E, 2I, H], w2 [E, H, I] in BF16; weights [M, top-k]; ids [M, top-k], integers; the input scales of
+    both products, float32 multipliers of shape (). Returns [M, H] in x's dtype, summed in float32.
     """
     import torch
     from torch.nn import functional
+
+    rounded = rounding_op()
+
+    def rounded_experts(  # noqa: PLR0917 - an operator's schema
+        x: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        first_scale: torch.Tensor,
+        second_scale: torch.Tensor,
+    ) -> torch.Tensor:
+        inputs = rounded(x, first_scale)
+        total = torch.zeros(x.shape, dtype=torch.float32)
+        for expert in ids.unique().tolist():
+            token, place = (ids == expert).nonzero(as_tuple=True)
+            gate, up = functional.linear(inputs[token], w1[expert]).chunk(2, dim=-1)
+            middle = rounded(functional.silu(gate) * up, second_scale)
+            result = functional.linear(middle, w2[expert]).float()
+            total.index_add_(0, token, result * weights[token, place].float().unsqueeze(-1))
+        return total.to(x.dtype)
+
+    def like_x(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    tensors = ("x", "w1", "w2", "weights", "ids", "first_scale", "second_scale")
+    schema = f"({', '.join(f'Tensor {name}' for name in tensors)}) -> Tensor"
+    operator = torch.library.custom_op("qwen_nvfp4::rounded_experts", rounded_experts, mutates_args=(), schema=schema)
+    operator.register_fake(like_x)
+    return operator
+
+
+def _rounding(parent: Any) -> Any:
+    """A subclass of `parent` whose activations are rounded to NVFP4 too."""
+    import torch
     from vllm.logger import init_logger
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
@@ -88,7 +127,7 @@ def _rounding(parent: Any) -> Any:
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
             dequantize_experts(layer, self.moe_config.in_dtype)
-            rounding_op()
+            rounded_experts_op()
 
         def apply(  # noqa: PLR0917 - vLLM's signature
             self,
@@ -102,18 +141,10 @@ def _rounding(parent: Any) -> Any:
             apply_router_weight_on_input: bool = False,
             **__: Any,
         ) -> None:
-            rounded = torch.ops.qwen_nvfp4.round_to_nvfp4(hidden_states, self.a1_gscale.reciprocal())
-            total = torch.zeros(hidden_states.shape, dtype=torch.float32)
-            for expert in topk_ids.unique().tolist():
-                token, place = (topk_ids == expert).nonzero(as_tuple=True)
-                gate, up = functional.linear(rounded[token], w1[expert]).chunk(2, dim=-1)
-                middle = functional.silu(gate) * up
-                middle = torch.ops.qwen_nvfp4.round_to_nvfp4(middle, self.a2_gscale.reciprocal())
-                result = functional.linear(middle, w2[expert]).float()
-                if not apply_router_weight_on_input:
-                    result *= topk_weights[token, place].float().unsqueeze(-1)
-                total.index_add_(0, token, result)
-            output.copy_(total)
+            # The router's weights are on the input already where vLLM says so.
+            weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
+            scales = self.a1_gscale.reciprocal(), self.a2_gscale.reciprocal()
+            output.copy_(torch.ops.qwen_nvfp4.rounded_experts(hidden_states, w1, w2, weights, topk_ids, *scales))
 
     return CpuNvFp4W4A4Experts
 
