@@ -1,4 +1,4 @@
-"""Contracts are read in vLLM as a CPU server would import it."""
+"""Contracts are read in whichever vLLM is installed, CPU build or not."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from qwen_nvfp4_serve import shims
 
 
 @pytest.fixture(scope="session")
-def cpu_vllm() -> None:
-    """vLLM's CPU build, importable; skips where it is not installed or another platform is detected."""
+def any_vllm() -> None:
+    """An importable vLLM; the shims are idle where it is not the CPU build."""
     shims.install()
     pytest.importorskip("vllm", reason="vLLM is not installed")
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        pytest.skip("vLLM here is not the CPU build")

@@ -11,7 +11,7 @@ import pytest
 from qwen_nvfp4_patches import cpu_mtp_state, registry
 from qwen_nvfp4_serve.versions import check_vllm
 
-pytestmark = pytest.mark.usefixtures("cpu_vllm")
+pytestmark = pytest.mark.usefixtures("any_vllm")
 
 LINEAR = "vllm.model_executor.kernels.linear"
 CHOICE = {"is_supported", "can_implement"}
@@ -28,8 +28,10 @@ def untouched(module: str, name: str) -> Any:
     return getattr(function, "_qwen_nvfp4_original", function)
 
 
-def test_installed_vllm_is_inside_the_cpu_window() -> None:
-    verdict = check_vllm(registry.installed_vllm(), gpu=False)
+def test_installed_vllm_is_inside_its_window() -> None:
+    from vllm.platforms import current_platform
+
+    verdict = check_vllm(registry.installed_vllm(), gpu=not current_platform.is_cpu())
     assert verdict.ok, verdict.sentence
 
 
