@@ -23,8 +23,9 @@ UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
 
 def check_container(settings: Settings, environ: Mapping[str, str] = os.environ) -> None:
     """Raises UsageError at the first thing that would stop the server, or surprise its user, later."""
+    service = environ.get("QWEN_NVFP4_CONTAINER", "gpu")  # the image's target, and the service that runs it
     for folder in cache_folders(settings, environ):
-        check_cache(folder, uid=os.getuid(), gid=os.getgid())
+        check_cache(folder, uid=os.getuid(), gid=os.getgid(), service=service)
     check_shm(shutil.disk_usage(SHM).total if SHM.exists() else None, settings.tensor_parallel)
     check_stop_grace(environ.get(STOP_GRACE), settings.shutdown_timeout_s)
     has_secret = {"VLLM_API_KEY": settings.vllm_api_key is not None, "HF_TOKEN": settings.hf_token is not None}
@@ -37,18 +38,18 @@ def cache_folders(settings: Settings, environ: Mapping[str, str]) -> tuple[Path,
     return (CACHE_ROOT, *(Path(name) for name in named if name))
 
 
-def check_cache(folder: Path, *, uid: int, gid: int) -> None:
-    """Raises UsageError unless `folder`, or the nearest one above that exists, is writable for this user."""
+def check_cache(folder: Path, *, uid: int, gid: int, service: str) -> None:
+    """Raises UsageError unless `folder`, or the nearest one above that exists, is writable for this user.
+
+    service: its name in docker-compose.yml, for the line to type; that line serves volumes and host folders alike.
+    """
     there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     if os.access(there, os.W_OK | os.X_OK):
         return
-    owner = there.stat().st_uid
-    chown = f"chown -R {uid}:{gid} {shlex.quote(str(there))}"
     raise UsageError(
-        f"the cache folder {there} cannot be written", seen=f"owned by user {owner}", expected=f"user {uid}",
-        do="For a named volume type: docker compose run --rm --user 0 --cap-add CHOWN --entrypoint chown SERVICE "
-        f"{chown.removeprefix('chown ')} (SERVICE: gpu or cpu). For your own folder type: sudo chown -R {uid}:{gid} "
-        "FOLDER, the one that HF_HOME names.",
+        f"the cache folder {there} cannot be written", seen=f"owner {there.stat().st_uid}", expected=f"owner {uid}",
+        do="Type: docker compose run --rm --user 0 --cap-add CHOWN --cap-add DAC_OVERRIDE --entrypoint chown "
+        f"{service} -R {uid}:{gid} {shlex.quote(str(there))} (or give HF_HOME another folder, if it names this one)",
     )  # fmt: skip
 
 

@@ -1,0 +1,136 @@
+"""docker-compose.yml as Compose resolves it: valid by the specification, safe, and complete in its knobs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import TOOLS, need
+from stack import ROOT, Stack
+
+from qwen_nvfp4_serve.container import STOP_GRACE, STOP_MARGIN_S, duration_s
+from qwen_nvfp4_serve.settings import default_of, knobs
+
+pytestmark = pytest.mark.docker
+
+SERVERS, TOOLS_SERVICES = ("gpu", "cpu"), ("smoke", "bench")
+# Set by the image, or secret: `docker inspect` shows every variable of a container.
+NOT_PASSED_ON = {"DEVICE", "CACHE_DIR", "HF_HOME", "VLLM_API_KEY", "HF_TOKEN"}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
+    """A project with no `.env`."""
+    return Stack(tmp_path_factory.mktemp("empty"), "qwen-nvfp4-config", 8000)
+
+
+@pytest.fixture(scope="module")
+def services(stack: Stack) -> dict[str, Any]:
+    """Every service, resolved."""
+    return dict(stack.config()["services"])
+
+
+def test_config_is_valid_by_the_compose_specification(stack: Stack) -> None:
+    import compose_spec
+
+    text = json.dumps(stack.config()).replace('"count": -1', '"count": "all"')  # Compose writes -1 for its own "all"
+    project = compose_spec.PyCompose.from_json(text)
+    project.validate()
+    assert set(project.service_names()) == {*SERVERS, *TOOLS_SERVICES}
+    with pytest.raises(ValueError, match="capdrop"):
+        compose_spec.PyCompose.from_json(text.replace('"cap_drop"', '"capdrop"')).validate()
+
+
+def test_up_alone_starts_the_gpu_service_and_nothing_else(stack: Stack) -> None:
+    done = stack.compose("config", "--services")
+    assert done.stdout.split() == ["gpu"]
+    assert [name for name, row in stack.config()["services"].items() if not row.get("profiles")] == ["gpu"]
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_server_is_confined(services: dict[str, Any], name: str) -> None:
+    service = services[name]
+    assert service["user"] == "1000:1000"
+    assert service["read_only"] is True
+    assert service["init"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["pids_limit"] > 0
+    assert service["restart"] == "unless-stopped"
+    assert int(service["shm_size"]) >= 1 << 30
+    assert not {"privileged", "ipc", "network_mode", "pid"} & service.keys()
+    assert any(mount.startswith("/tmp:") and "exec" in mount for mount in service["tmpfs"])
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_server_is_published_on_loopback_unless_told_otherwise(stack: Stack, name: str) -> None:
+    ports = stack.config()["services"][name]["ports"]
+    assert [(row["host_ip"], row["published"], row["target"]) for row in ports] == [("127.0.0.1", "8000", 8000)]
+    ports = stack.config(more={"BIND_HOST": "192.0.2.7", "PORT": "9001"})["services"][name]["ports"]
+    assert [(row["host_ip"], row["published"], row["target"]) for row in ports] == [("192.0.2.7", "9001", 9001)]
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_server_health_check_and_grace_periods_fit_its_timeouts(services: dict[str, Any], name: str) -> None:
+    service = services[name]
+    assert service["healthcheck"]["test"] == ["CMD", "qwen-nvfp4", "ready"]
+    assert (duration_s(service["healthcheck"]["start_period"]) or 0) >= 15 * 60
+    grace = duration_s(service["stop_grace_period"]) or 0
+    assert grace >= int(default_of("SHUTDOWN_TIMEOUT_S")) + STOP_MARGIN_S
+    assert service["environment"][STOP_GRACE] == "60s"
+
+
+def test_gpu_service_reserves_cards_and_cpu_service_does_not(services: dict[str, Any]) -> None:
+    devices = services["gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == [{"capabilities": ["gpu"], "driver": "nvidia", "count": -1}]
+    assert "deploy" not in services["cpu"]
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_every_knob_reaches_the_server_and_no_secret_does(stack: Stack, name: str) -> None:
+    passed = stack.config()["services"][name]["environment"]
+    assert set(knobs()) - set(passed) == NOT_PASSED_ON
+    secrets = {"VLLM_API_KEY": "sk-in-the-shell", "HF_TOKEN": "hf-in-the-shell"}
+    shown = stack.compose("--profile", "*", "config", more=secrets).stdout
+    assert "in-the-shell" not in shown
+    assert "VLLM_API_KEY HF_TOKEN" in shown
+
+
+def test_caches_are_volumes_and_hf_home_may_be_a_folder(stack: Stack, tmp_path: Path) -> None:
+    mounts = {row["target"]: row for row in stack.config()["services"]["gpu"]["volumes"]}
+    assert {target: row["type"] for target, row in mounts.items()} == {
+        "/config": "bind",
+        "/cache": "volume",
+        "/cache/huggingface": "volume",
+    }
+    assert mounts["/config"]["read_only"] is True
+    mounts = {row["target"]: row for row in stack.config(more={"HF_HOME": str(tmp_path)})["services"]["gpu"]["volumes"]}
+    assert (mounts["/cache/huggingface"]["type"], mounts["/cache/huggingface"]["source"]) == ("bind", str(tmp_path))
+
+
+def test_no_service_depends_on_another_and_tools_find_the_server_by_alias(services: dict[str, Any]) -> None:
+    assert not any("depends_on" in service for service in services.values())
+    for name in SERVERS:
+        assert services[name]["networks"]["default"]["aliases"] == ["server"]
+    for name in TOOLS_SERVICES:
+        assert services[name]["entrypoint"][-1] == "http://server:8000/v1"
+        assert "ports" not in services[name]
+
+
+def test_dockerfile_passes_hadolint() -> None:
+    assert need(str(TOOLS / "bin" / "hadolint"), "--failure-threshold", "info", str(ROOT / "Dockerfile")) == ""
+
+
+def test_dockerfile_ends_as_a_numbered_user_with_a_health_check() -> None:
+    stages = (ROOT / "Dockerfile").read_text().split("\nFROM ")
+    for name in SERVERS:
+        stage = next(text for text in stages if text.splitlines()[0].endswith(f" AS {name}"))
+        words = [line.split(" ", 1) for line in stage.splitlines() if line and line[0].isupper()]
+        last = {word[0]: word[-1] for word in words}
+        assert last["USER"] == "1000:1000"
+        assert last["STOPSIGNAL"] == "SIGTERM"
+        assert last["ENTRYPOINT"] == '["qwen-nvfp4", "serve"]'
+        assert 'CMD ["qwen-nvfp4", "ready"]' in last["HEALTHCHECK"]
+        assert "org.opencontainers.image.title" in last["LABEL"]

@@ -1,0 +1,93 @@
+"""What is wrong around the container is refused at its start, in one line that says what to type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engine import docker, need
+from stack import Stack
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture
+def project(tmp_path: Path, cpu_image: str) -> Stack:
+    """A project of its own, to be changed freely."""
+    tmp_path.chmod(0o755)
+    return Stack(tmp_path, "qwen-nvfp4-refusals", 8000)
+
+
+def refusal(project: Stack, *options: str, **environment: str) -> str:
+    """What the server says when it refuses to start; asserts that it is one line and exit code 2."""
+    done = project.compose("run", "--rm", *options, "cpu", more=environment)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_cache_owned_by_root_names_the_chown(project: Stack) -> None:
+    volume = "qwen-nvfp4-refusals-rootcache"
+    need(docker(), "volume", "create", volume)
+    try:
+        need(docker(), "run", "--rm", "--user", "0", "--entrypoint", "chown", "-v", f"{volume}:/cache",
+             "qwen-nvfp4-test:cpu", "-R", "0:0", "/cache")  # fmt: skip
+        line = refusal(project, "-v", f"{volume}:/cache")
+        assert "/cache cannot be written" in line
+        assert "seen owner 0" in line
+        typed = (
+            "docker compose run --rm --user 0 --cap-add CHOWN --cap-add DAC_OVERRIDE "
+            "--entrypoint chown cpu -R 1000:1000 /cache"
+        )
+        assert typed in line
+        words = typed.split()[2:]
+        repaired = project.compose(*words[:2], "-v", f"{volume}:/cache", *words[2:])
+        assert repaired.returncode == 0, repaired.stderr
+        owner = need(docker(), "run", "--rm", "--entrypoint", "stat", "-v", f"{volume}:/cache", "qwen-nvfp4-test:cpu",
+                     "-c", "%u", "/cache")  # fmt: skip
+        assert owner.strip() == "1000"
+    finally:
+        need(docker(), "volume", "rm", volume)
+
+
+def test_hub_cache_folder_of_another_user_names_the_chown(project: Stack, tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    hub.mkdir(mode=0o755)
+    line = refusal(project, HF_HOME=str(hub))
+    typed = line[line.index("docker compose run") : line.index(" (or give HF_HOME")]
+    assert typed.endswith("-R 1000:1000 /cache/huggingface")
+    assert project.compose(*typed.split()[2:], more={"HF_HOME": str(hub)}).returncode == 0
+    assert hub.stat().st_uid == 1000
+
+
+def test_small_shm_with_tensor_parallelism_names_the_size(project: Stack) -> None:
+    line = refusal(project, QWEN_NVFP4_SHM_SIZE="64m", TENSOR_PARALLEL="2")
+    assert "seen 64 MiB" in line
+    assert "QWEN_NVFP4_SHM_SIZE=8gb" in line
+
+
+def test_missing_secret_file_names_the_command(project: Stack) -> None:
+    line = refusal(project, VLLM_API_KEY_FILE="secrets/key")
+    assert "seen no file secrets/key" in line
+    assert "printf %s 'YOUR-SECRET' > secrets/key" in line
+
+
+def test_key_exported_in_the_shell_is_not_lost_silently(project: Stack) -> None:
+    line = refusal(project, VLLM_API_KEY="sk-exported")
+    assert "Put VLLM_API_KEY=… into .env" in line
+    assert "sk-exported" not in line
+
+
+def test_grace_period_too_short_for_the_shutdown_timeout_names_the_value(project: Stack) -> None:
+    line = refusal(project, SHUTDOWN_TIMEOUT_S="120")
+    assert "QWEN_NVFP4_STOP_GRACE=140s" in line
+
+
+def test_misspelt_knob_in_env_file_is_refused(project: Stack, tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("MAX_MODEL_LENGTH=4096\n")
+    assert "MAX_MODEL_LEN" in refusal(project)
+
+
+def test_other_addresses_are_refused_without_a_key(project: Stack) -> None:
+    assert "VLLM_API_KEY" in refusal(project, BIND_HOST="0.0.0.0")
