@@ -48,9 +48,7 @@ def test_orders_of_weights_and_activations_agree(emulator: ctypes.CDLL) -> None:
 @pytest.mark.parametrize(
     ("parts", "m", "n", "k"), [(1, 1, 128, 128), (1, 3, 256, 384), (1, 8, 128, 512), (2, 1, 128, 256), (2, 4, 256, 768)]
 )
-def test_layout_against_dequantized_weights_is_exact(  # noqa: PLR0917
-    emulator: ctypes.CDLL, parts: int, m: int, n: int, k: int
-) -> None:
+def test_layout_against_dequantized_weights_is_exact(emulator: ctypes.CDLL, parts: int, m: int, n: int, k: int) -> None:
     generator = torch.Generator().manual_seed(m)
     packed = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=generator)
     block_scale = torch.randint(1, 127, (n, k // 16), dtype=torch.uint8, generator=generator).view(torch.float8_e4m3fn)

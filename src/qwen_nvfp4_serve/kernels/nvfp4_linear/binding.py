@@ -19,6 +19,22 @@ class LinearCall(ctypes.Structure):
     )
 
 
+class LinearVariant(ctypes.Structure):
+    """`struct Nvfp4LinearVariant`."""
+
+    _fields_ = tuple((n, ctypes.c_int32) for n in ("tokens", "warps", "blocks", "step_columns", "rows", "shared_bytes"))
+
+
+def variants(loaded: ctypes.CDLL) -> list[LinearVariant]:
+    """The library's variant table, in the order in which a call tries them. Needs no card."""
+    table: list[LinearVariant] = []
+    row = LinearVariant()
+    while loaded.nvfp4_linear_variant(len(table), ctypes.byref(row)) == 0:
+        table.append(row)
+        row = LinearVariant()
+    return table
+
+
 @cache
 def library() -> ctypes.CDLL:
     """The loaded library with its signatures declared. Raises UnsupportedHostError if it was not built."""

@@ -8,7 +8,7 @@
 
 #if !defined(NVFP4_VARIANTS)
 // Parts, tiles, warps, steps in a stage, CTAs per multiprocessor.
-#define NVFP4_VARIANTS variant<2, 1, 8, 4, 2>(), variant<2, 2, 8, 4, 2>(), variant<1, 2, 8, 2, 2>(), variant<1, 4, 8, 2, 2>(), variant<1, 8, 8, 1, 1>()
+#define NVFP4_VARIANTS variant<2, 1, 8, 4, 2>(), variant<1, 1, 8, 4, 2>(), variant<1, 2, 8, 2, 2>(), variant<1, 4, 12, 2, 1>(), variant<1, 8, 8, 2, 1>()
 #endif
 
 #include <cuda_bf16.h>
@@ -163,14 +163,20 @@ __device__ __forceinline__ void multiply_step(float (&acc)[2][S::tiles][4], cons
     for (int word = 0; word < 4; ++word) {
         Word4 a[4];
         decode_word(f.weights, scale, word, a);
+        // Two tiles at a time and the second pass after the first: products into one accumulator keep their distance.
+        constexpr int together = S::tiles > 1 ? 2 : 1;
 #pragma unroll
-        for (int tile = 0; tile < S::tiles; ++tile) {
-            const uint4 b = tile == S::tiles - 1 ? x_last[word * word_stride] : x[word * word_stride + tile * tile_stride];
+        for (int first = 0; first < S::tiles; first += together) {
+            uint4 b[together];
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                mma(acc[half][tile], mma_weights(a, half, 0), b.x, b.y);
-                mma(acc[half][tile], mma_weights(a, half, 1), b.z, b.w);
+            for (int i = 0; i < together; ++i) {
+                const int tile = first + i;
+                b[i] = tile == S::tiles - 1 ? x_last[word * word_stride] : x[word * word_stride + tile * tile_stride];
             }
+#pragma unroll
+            for (int i = 0; i < 2 * together; ++i) mma(acc[i % 2][first + i / 2], mma_weights(a, i % 2, 0), b[i / 2].x, b[i / 2].y);
+#pragma unroll
+            for (int i = 0; i < 2 * together; ++i) mma(acc[i % 2][first + i / 2], mma_weights(a, i % 2, 1), b[i / 2].z, b[i / 2].w);
         }
     }
 }
@@ -220,11 +226,11 @@ __device__ __forceinline__ bool combine_block(const Params& p, int block, bool s
         __stcg(mine + i * S::threads, make_float4(v[0], v[1], v[2], v[3]));
     }
     __shared__ unsigned arrived_before;
+    unsigned arrived_before_here;
     __syncthreads();  // orders every thread's part before thread 0's fence, which publishes them all
     if (threadIdx.x == 0) {
-        __threadfence();
-        arrived_before = atomicAdd(p.arrived + block, 1u);
-        __threadfence();
+        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(arrived_before_here) : "l"(p.arrived + block) : "memory");
+        arrived_before = arrived_before_here;
     }
     __syncthreads();
     if (arrived_before != unsigned(last - first)) return false;
@@ -255,12 +261,12 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
     using S = Shape<P, Tiles, Warps, StageSteps>;
     extern __shared__ uint4 stages[];
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    int position = int(int64_t(p.total) * blockIdx.x / gridDim.x);
-    const int end = int(int64_t(p.total) * (blockIdx.x + 1) / gridDim.x);
-    int block = position / p.steps, first = position % p.steps;
+    const int begin = int(int64_t(p.total) * blockIdx.x / gridDim.x);
+    int left = int(int64_t(p.total) * (blockIdx.x + 1) / gridDim.x) - begin;
+    int block = begin / p.steps, step = begin % p.steps, window = step - step % StageSteps;
     WeightCursor<S> cursor;
     Fragment current;
-    cursor.seek(p, block, first);
+    cursor.seek(p, block, step);
     cursor.load(current, 0);
     wait_for_producer();
     release_dependents();
@@ -270,51 +276,67 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
     // Lanes of absent tokens read the last one: their columns are never stored.
     const uint4* lane_x = stages + g * 4 + t;
     const uint4* lane_x_last = stages + (min((Tiles - 1) * 8 / P + g / P, p.m - 1) * P + g % P) * 4 + t;
+    activations.request(p, stages, window);
+    activations.finish(p, stages);
+    __syncthreads();
 
+    float acc[2][S::tiles][4] = {};
+    bool starts = step == 0;
+    int buffer = 0;
+    // One turn per window of StageSteps steps. What follows, in this row block or the next, is always under way already.
     while (true) {
-        const int stop = min(p.steps, first + end - position);
-        float acc[2][S::tiles][4] = {};
-        activations.request(p, stages, first);
-        activations.finish(p, stages);
-        __syncthreads();
-        int buffer = 0, step = first;
-        // Whole stages, unrolled so that two sets of registers take turns; then what is left, one step at a time.
-        for (; step + StageSteps <= stop; step += StageSteps) {
-            const bool more = step + StageSteps < stop;
-            uint4* following = stages + (S::stage_chunks - buffer);
-            if (more) activations.request(p, following, step + StageSteps);
-            Fragment fragments[2];
-            fragments[0] = current;
+        const int stop = min(min(window + StageSteps, p.steps), step + left);
+        const bool finishes = stop == p.steps, last = stop - step == left;
+        const int next_window = finishes ? 0 : window + StageSteps;
+        uint4* following = stages + (S::stage_chunks - buffer);
+        if (!last) activations.request(p, following, next_window);
+        const auto turn = [&](Fragment& f) {
+            if (last) return;
+            if (finishes) cursor.seek(p, block + 1, 0);
+            cursor.load(f, 0);
+        };
+        left -= stop - step;
+        if (stop - step == StageSteps) {
+            Fragment other;
 #pragma unroll
             for (int i = 0; i < StageSteps; ++i) {
-                if (i + 1 < StageSteps || more) cursor.load(fragments[(i + 1) % 2], i + 1);
+                Fragment &now = i % 2 ? other : current, &next = i % 2 ? current : other;
+                if (i + 1 < StageSteps) {
+                    cursor.load(next, i + 1);
+                } else {
+                    cursor.advance(StageSteps);
+                    turn(next);
+                }
                 const int offset = buffer + i * S::step_chunks * S::tokens;
-                multiply_step<S>(acc, fragments[i % 2], selector, lane_x + offset, lane_x_last + offset);
+                multiply_step<S>(acc, now, selector, lane_x + offset, lane_x_last + offset);
             }
-            current = fragments[StageSteps % 2];
-            cursor.advance(StageSteps);
-            if (more) activations.finish(p, following);
-            __syncthreads();
-            buffer = S::stage_chunks - buffer;
+            if (StageSteps % 2) current = other;
+        } else {
+            for (int offset = buffer + (step - window) * S::step_chunks * S::tokens; step < stop; ++step, offset += S::step_chunks * S::tokens) {
+                Fragment next;
+                cursor.advance(1);
+                if (step + 1 < stop) {
+                    cursor.load(next, 0);
+                } else {
+                    turn(next);
+                }
+                multiply_step<S>(acc, current, selector, lane_x + offset, lane_x_last + offset);
+                current = next;
+            }
         }
-        for (int offset = buffer; StageSteps > 1 && step < stop; ++step, offset += S::step_chunks * S::tokens) {
-            Fragment upcoming;
-            if (step + 1 < stop) cursor.load(upcoming, 1);
-            multiply_step<S>(acc, current, selector, lane_x + offset, lane_x_last + offset);
-            current = upcoming;
-            cursor.advance(1);
+        step = stop;
+        if (finishes || last) {
+            const bool whole = starts && finishes;
+            if (whole || combine_block<S>(p, block, starts, acc)) store_block<S>(p, block, acc);
+            ++block, step = 0, starts = true;
+#pragma unroll
+            for (int i = 0; i < 8 * S::tiles; ++i) acc[i / (4 * S::tiles)][i / 4 % S::tiles][i % 4] = 0.0f;
         }
+        if (last) return;
+        window = next_window;
+        activations.finish(p, following);
         __syncthreads();
-        const bool whole = first == 0 && stop == p.steps, starts = first == 0;
-        const int done = block;
-        position += stop - first;
-        if (position < end) {
-            block += 1, first = 0;
-            cursor.seek(p, block, 0);
-            cursor.load(current, 0);
-        }
-        if (whole || combine_block<S>(p, done, starts, acc)) store_block<S>(p, done, acc);
-        if (position >= end) return;
+        buffer = S::stage_chunks - buffer;
     }
 }
 
@@ -404,6 +426,13 @@ int variant_for(int m, int k, const Residency& card) {
 }  // namespace nvfp4
 
 using namespace nvfp4;
+
+int32_t nvfp4_linear_variant(int32_t index, Nvfp4LinearVariant* variant) {
+    if (index < 0 || index >= kVariantCount) return -1;
+    const Variant& v = kVariants[index];
+    *variant = {v.tokens, v.warps, v.blocks, v.step_columns, v.rows, v.shared_bytes};
+    return 0;
+}
 
 int32_t nvfp4_linear_call_bytes(void) { return sizeof(Nvfp4LinearCall); }
 

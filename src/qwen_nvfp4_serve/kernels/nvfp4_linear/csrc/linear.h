@@ -22,6 +22,13 @@ struct Nvfp4LinearCall {
     int32_t dependent;       // nonzero: start before the kernel ahead ends (sm_90 and later)
 };
 
+// One compiled form of the kernel. The first whose tokens suffice, whose step_columns divide k and of which a
+// multiprocessor holds `blocks` serves a call.
+struct Nvfp4LinearVariant {
+    int32_t tokens, warps, blocks, step_columns, rows, shared_bytes;
+};
+
+int32_t nvfp4_linear_variant(int32_t index, struct Nvfp4LinearVariant* variant);  // 0, or -1 past the last; needs no card
 int32_t nvfp4_linear_call_bytes(void);  // sizeof(Nvfp4LinearCall), to check a caller's own declaration
 int64_t nvfp4_linear_workspace_bytes(void);  // for the current device, any shape; negative on error
 const char* nvfp4_error_name(int32_t error);
