@@ -1,0 +1,191 @@
+"""Readiness against a small stand-in for the server: only a completed request counts, and only the right answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qwen_nvfp4_serve import ready
+from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.stages import Stage
+
+
+class Engine:
+    """What the stand-in answers: text of the completion (None: nothing in time), its logprob, a token counter."""
+
+    def __init__(self) -> None:
+        self.text: str | None = " 8"
+        self.logprob = -0.5
+        self.counter = 7.0
+        self.counter_step = 0.0
+        self.status = 200
+        self.keys: list[str | None] = []
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    release = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            engine.counter += engine.counter_step
+            self._send(f'vllm:generation_tokens_total{{model="m"}} {engine.counter}\nother 3\n'.encode())
+
+        def do_POST(self) -> None:
+            engine.keys.append(self.headers.get("Authorization"))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if engine.text is None:
+                release.wait(5)
+                return
+            tokens = body["max_tokens"]
+            choice = {"text": engine.text, "logprobs": {"token_logprobs": [engine.logprob] * tokens}}
+            self._send(json.dumps({"choices": [choice], "usage": {"completion_tokens": tokens}}).encode())
+
+        def _send(self, content: bytes) -> None:
+            self.send_response(engine.status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        release.set()
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ready, "PROBE_S", 1.5)
+    monkeypatch.setattr(ready, "FIRST_ANSWER_S", 1.5)
+
+
+def state(url: str, stage: Stage = "READY", **changes: Any) -> ready.State:
+    fields = {"pid": os.getpid(), "stage": stage, "message": "m", "since": 0.0, "url": url, "model": "m"}
+    return ready.State(**{**fields, **changes})
+
+
+def test_check_ready_after_a_token_is_ready_and_sends_the_key() -> None:
+    engine = Engine()
+    with serving(engine) as url:
+        verdict = ready.check_ready(state(url), "sk-1")
+    assert verdict.ready, verdict
+    assert engine.keys == ["Bearer sk-1"]
+
+
+@pytest.mark.parametrize("stage", ["preflight", "load", "compile", "warm-up", "stopping", "stopped", "failed"])
+def test_check_ready_in_any_other_stage_is_not_ready_although_the_server_answers(stage: Stage) -> None:
+    engine = Engine()
+    with serving(engine) as url:
+        verdict = ready.check_ready(state(url, stage), None)
+    assert not verdict.ready
+    assert verdict.reason.startswith(stage)
+    assert engine.keys == []
+
+
+def test_check_ready_without_a_state_or_its_process_is_not_ready() -> None:
+    assert not ready.check_ready(None, None).ready
+    assert not ready.check_ready(state("http://127.0.0.1:9/v1", pid=2**22 + 1), None).ready
+
+
+def test_check_ready_engine_that_stands_still_is_not_ready() -> None:
+    engine = Engine()
+    engine.text = None
+    with serving(engine) as url:
+        verdict = ready.check_ready(state(url), None)
+    assert not verdict.ready
+    assert "no progress" in verdict.reason
+
+
+def test_check_ready_engine_that_is_busy_with_others_is_ready() -> None:
+    engine = Engine()
+    engine.text, engine.counter_step = None, 1.0
+    with serving(engine) as url:
+        verdict = ready.check_ready(state(url), None)
+    assert verdict.ready
+    assert "busy" in verdict.reason
+
+
+def test_check_ready_refusing_server_is_not_ready() -> None:
+    engine = Engine()
+    engine.status = 503
+    with serving(engine) as url:
+        assert not ready.check_ready(state(url), None).ready
+
+
+def test_check_ready_nobody_listening_is_not_ready() -> None:
+    assert not ready.check_ready(state("http://127.0.0.1:9/v1"), None).ready
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_first_answer_right_is_true(known: bool) -> None:
+    with serving(Engine()) as url:
+        assert ready.first_answer(url, "m", None, known=known) is True
+
+
+def test_first_answer_not_there_yet_is_false() -> None:
+    engine = Engine()
+    engine.text = None
+    with serving(engine) as url:
+        assert ready.first_answer(url, "m", None, known=True) is False
+    assert ready.first_answer("http://127.0.0.1:9/v1", "m", None, known=True) is False
+
+
+def test_first_answer_wrong_is_an_error_for_a_model_that_must_know() -> None:
+    engine = Engine()
+    engine.text = "!!!!"
+    with serving(engine) as url:
+        with pytest.raises(QwenNvfp4Error, match="seen !!!!, expected 8"):
+            ready.first_answer(url, "m", None, known=True)
+        assert ready.first_answer(url, "m", None, known=False) is True
+
+
+def test_first_answer_not_a_number_is_an_error_for_every_model() -> None:
+    engine = Engine()
+    engine.logprob = float("nan")
+    with serving(engine) as url, pytest.raises(QwenNvfp4Error, match="no number"):
+        ready.first_answer(url, "m", None, known=False)
+
+
+def test_recording_keeps_the_last_stage_and_passes_everything_on(tmp_path: Path) -> None:
+    path, seen = tmp_path / "state.json", []
+    report = ready.recording(lambda stage, message: seen.append((stage, message)), path, url="u", model="m")
+    assert ready.read_state(path) is None
+    report("load", "first")
+    report("notice", "by the way")
+    found = ready.read_state(path)
+    assert found is not None
+    assert (found.stage, found.message, found.pid) == ("load", "first", os.getpid())
+    assert seen == [("load", "first"), ("notice", "by the way")]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+
+
+def test_read_state_broken_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    path.write_text("{")
+    with pytest.raises(QwenNvfp4Error, match=r"state\.json"):
+        ready.read_state(path)
+
+
+def test_state_path_differs_by_port_and_follows_the_runtime_folder() -> None:
+    assert ready.state_path(1, {"XDG_RUNTIME_DIR": "/run/me"}).parent == Path("/run/me")
+    assert ready.state_path(1, {}) != ready.state_path(2, {})
+
+
+def test_read_counters_sums_over_labels_and_ignores_the_rest() -> None:
+    text = 'vllm:prompt_tokens_total{engine="0"} 2.0\nvllm:prompt_tokens_total{engine="1"} 3.0\n# HELP x\nx 1\n'
+    assert ready.read_counters(text) == {"vllm:prompt_tokens_total": 5.0}

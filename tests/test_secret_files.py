@@ -1,0 +1,53 @@
+"""Secrets from files, and what is said when they are not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.secret_files import read_secret_files
+from qwen_nvfp4_serve.settings import load_settings
+
+
+def test_read_secret_files_reads_each_named_file_without_its_line_end(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sk-1\r\n")
+    assert read_secret_files({"VLLM_API_KEY_FILE": str(tmp_path / "key")}) == {"VLLM_API_KEY": "sk-1"}
+    assert read_secret_files({}) == {}
+
+
+def test_load_settings_takes_the_key_from_the_file(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sk-1")
+    settings = load_settings(None, {"VLLM_API_KEY_FILE": str(tmp_path / "key")}).settings
+    assert settings.vllm_api_key is not None
+    assert settings.vllm_api_key.get_secret_value() == "sk-1"
+
+
+def test_read_secret_files_missing_names_the_line_to_type(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"seen no file secrets/key.*printf %s 'YOUR-SECRET' > secrets/key"):
+        read_secret_files({"HF_TOKEN_FILE": "secrets/key"})
+    with pytest.raises(UsageError, match=r"below the folder of docker-compose\.yml"):
+        read_secret_files({"HF_TOKEN_FILE": str(tmp_path / "absent")})
+
+
+def test_read_secret_files_empty_or_a_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("\n")
+    with pytest.raises(UsageError, match="which is empty"):
+        read_secret_files({"VLLM_API_KEY_FILE": str(tmp_path / "key")})
+    with pytest.raises(UsageError, match="VLLM_API_KEY_FILE"):
+        read_secret_files({"VLLM_API_KEY_FILE": str(tmp_path)})
+
+
+def test_read_secret_files_unreadable_names_the_chmod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_path: Path) -> str:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(UsageError, match="chmod 644"):
+        read_secret_files({"VLLM_API_KEY_FILE": str(tmp_path / "key")})
+
+
+def test_read_secret_files_set_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="both set"):
+        read_secret_files({"VLLM_API_KEY": "sk-secret", "VLLM_API_KEY_FILE": "x"})
