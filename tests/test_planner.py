@@ -244,6 +244,12 @@ def test_default_gdn_prefill_card_gives_vllms_choice(gpu: str | None, prefill: s
     assert default_gdn_prefill(find_gpu(gpu) if gpu else None, request().model.dims) == prefill
 
 
+def test_plan_flashinfer_prefill_on_a_card_without_it_counts_triton_blocks() -> None:
+    planned = plan(request(gpu="rtx-4090", gdn_prefill="flashinfer"))
+    assert planned.block_size_tokens == 2096
+    assert any("Triton" in notice for notice in planned.notices)
+
+
 @pytest.mark.parametrize(("seqs", "sizes"), [(1, 2), (4, 4), (32, 3 + 8), (256, 3 + 31 + 17), (1024, 3 + 31 + 17)])
 def test_capture_sizes_sequences_give_vllms_list(seqs: int, sizes: int) -> None:
     assert capture_sizes(seqs, 0) == sizes

@@ -47,6 +47,7 @@ def gather(
         lambda: probe_cache(cache, model),
         lambda: probe_port(port),
         probe_packages,
+        probe_kernels,
         lambda: probe_compile_cache(environ),
     )
     with ThreadPoolExecutor(len(probes)) as pool:
@@ -166,6 +167,17 @@ def probe_packages() -> Values:
             values |= {"vllm_version": version, "vllm_for_gpu": name == "vllm" and "cpu" not in version}
             break
     return values
+
+
+def probe_kernels() -> Values:
+    """Architectures that every one of our kernel libraries is built for; none while one is not built."""
+    from qwen_nvfp4_serve.kernels.build import CARDS, LIBRARIES, find
+
+    built = [find(library) for library in LIBRARIES]
+    suffixes = ["" if path is None else path.stem.split("-", 2)[-1] for path in built]
+    cards = [CARDS if suffix == "all" else tuple(filter(None, suffix.split("-"))) for suffix in suffixes]
+    common = set(cards[0]).intersection(*cards[1:]) if cards else set()
+    return {"kernels": tuple(f"sm_{card}" for card in CARDS if card in common)}
 
 
 def probe_compile_cache(environ: Mapping[str, str]) -> Values:

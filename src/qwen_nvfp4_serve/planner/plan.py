@@ -111,7 +111,7 @@ def _warnings(sizing: Sizing) -> list[str]:
         warnings.append("more than 7 draft tokens leave vLLM's fused GDN decode for a slower path")
     if request.state == "bfloat16" and request.model.dims.state_dtype == "float32":
         warnings.append("state in bfloat16 is half the size, but the checkpoint asks for float32")
-    if request.prefill == "flashinfer" and request.gpu is not None and request.gpu.capability < (9, 0):
+    if request.gdn_prefill == "flashinfer" and request.gpu is not None and request.prefill != "flashinfer":
         warnings.append(f"{request.gpu.title} has no FlashInfer GDN prefill: vLLM will use Triton's")
     return warnings
 

@@ -85,8 +85,10 @@ class PlanRequest:
 
     @property
     def prefill(self) -> GdnPrefill:
-        """GDN prefill backend: asked for, else what vLLM picks on the card, else Triton."""
-        return self.gdn_prefill or default_gdn_prefill(self.gpu, self.model.dims)
+        """GDN prefill backend: asked for where the card has it, else what vLLM picks there, else Triton."""
+        default = default_gdn_prefill(self.gpu, self.model.dims)
+        # vLLM falls back to Triton without an error on a card that has no FlashInfer prefill.
+        return default if self.gdn_prefill == "flashinfer" and self.gpu is not None else self.gdn_prefill or default
 
     @property
     def attention_backend(self) -> Attention:
