@@ -14,31 +14,30 @@ from qwen_nvfp4_serve import preflight
 from qwen_nvfp4_serve.capacity import plan_capacity
 from qwen_nvfp4_serve.container import check_container
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
+from qwen_nvfp4_serve.fetch import fetch
 from qwen_nvfp4_serve.host import detect_gpus, has_cxx_compiler
 from qwen_nvfp4_serve.launch import DRAIN_MIDDLEWARE, Host, Launch, Model, build_launch
 from qwen_nvfp4_serve.models import ModelRef, find_model, resolve_model
 from qwen_nvfp4_serve.ready import first_answer, recording, state_path
 from qwen_nvfp4_serve.settings import Loaded, Settings
-from qwen_nvfp4_serve.stages import Report
+from qwen_nvfp4_serve.stages import Report, progress_message
 from qwen_nvfp4_serve.supervisor import Supervisor
 from qwen_nvfp4_serve.synthetic import CheckpointSpec, ensure_checkpoint
 from qwen_nvfp4_serve.synthetic.config import model_config as embedded_config
 
 GPU_DEFAULT, CPU_DEFAULT = "qwen3.5-35b-a3b", "embedded"
 EMBEDDED_SEED = 0
+PROGRESS_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A launch that passed every check, the settings it came from, and whether the model is our own.
-
-    speaks: it is a model of the hub, which continues a known sentence as any language model does.
-    """
+    """A launch that passed every check, the settings and the model it came from, and whether the model is our own."""
 
     launch: Launch
     settings: Settings
+    model: Model
     embedded: bool
-    speaks: bool
 
 
 def prepare(loaded: Loaded, report: Report) -> Prepared:
@@ -65,7 +64,7 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     )
     for notice in (*loaded.notices, *launch.notices):
         report("notice", notice)
-    return Prepared(launch, settings, embedded=is_embedded(ref), speaks=not model.local)
+    return Prepared(launch, settings, model, embedded=is_embedded(ref))
 
 
 def is_embedded(ref: ModelRef) -> bool:
@@ -143,6 +142,29 @@ def write_embedded(settings: Settings, report: Report) -> None:
         ) from None
 
 
+def download(model: Model, settings: Settings, report: Report) -> None:
+    """Bring the weights of a hub model here, checked, so that what follows neither waits nor fails for them."""
+    report("download", f"{model.source}: asking the hub")
+    found = fetch(
+        model.source,
+        cache=hub_cache(settings),
+        revision=model.revision,
+        token=settings.hf_token.get_secret_value() if settings.hf_token else None,
+        offline=settings.hf_hub_offline,
+        on_progress=lambda state: report("download", progress_message(state)),
+        interval_s=PROGRESS_EVERY_S,
+    )
+    if found.notice:
+        report("notice", found.notice)
+    report("verify", f"{model.source} at {found.commit[:12]} is complete and matches its hashes")
+
+
+def hub_cache(settings: Settings) -> Path:
+    """Where vLLM will look for the files of a hub model."""
+    home = Path(settings.hf_home).expanduser() if settings.hf_home else Path.home() / ".cache" / "huggingface"
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+
+
 def child_environment(launch: Launch, environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Our environment plus the launch's; PYTHONPATH is prepended, not replaced."""
     base = dict(os.environ if environ is None else environ)
@@ -161,6 +183,8 @@ def run(prepared: Prepared, report: Report) -> int:
     report = recording(report, state_path(settings.port), url=url, model=launch.model_id)
     if prepared.embedded:
         write_embedded(settings, report)
+    if not prepared.model.local:
+        download(prepared.model, settings, report)
     supervisor = Supervisor(
         argv=launch.argv,
         environment=child_environment(launch),
@@ -177,7 +201,7 @@ def run(prepared: Prepared, report: Report) -> int:
 def _probe(prepared: Prepared, url: str) -> Callable[[], bool]:
     key = prepared.settings.vllm_api_key
     secret = key.get_secret_value() if key else None
-    return lambda: first_answer(url, prepared.launch.model_id, secret, known=prepared.speaks)
+    return lambda: first_answer(url, prepared.launch.model_id, secret, known=not prepared.model.local)
 
 
 def ready_message(launch: Launch, *, has_key: bool) -> str:

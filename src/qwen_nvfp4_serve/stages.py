@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 Stage = Literal[
     "install",
@@ -23,6 +23,19 @@ Stage = Literal[
     "notice",
 ]
 Report = Callable[[Stage, str], None]
+
+
+class Transfer(Protocol):
+    """How far a download is; `fetch.Progress` is one."""
+
+    @property
+    def done_bytes(self) -> int: ...
+    @property
+    def total_bytes(self) -> int: ...
+    @property
+    def rate_bytes_per_s(self) -> float: ...
+    @property
+    def eta_s(self) -> float | None: ...
 
 
 def text_report(began: float | None = None) -> Report:
@@ -51,3 +64,16 @@ def json_report(began: float | None = None) -> Report:
 def reporter(log_format: Literal["text", "json"]) -> Report:
     """The reporter that LOG_FORMAT asks for, its clock starting now."""
     return json_report() if log_format == "json" else text_report()
+
+
+def progress_message(transfer: Transfer) -> str:
+    """`3.2 of 23.4 GB, 110 MB/s, 3 min 04 s left`; decimal units, as the hub shows sizes."""
+    left = "" if transfer.eta_s is None else f", {duration(transfer.eta_s)} left"
+    done, total = transfer.done_bytes / 1e9, transfer.total_bytes / 1e9
+    return f"{done:.1f} of {total:.1f} GB, {transfer.rate_bytes_per_s / 1e6:.0f} MB/s{left}"
+
+
+def duration(seconds: float) -> str:
+    """`3 min 04 s`, or `12 s` below a minute."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
