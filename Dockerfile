@@ -13,7 +13,6 @@ RUN python3 -m venv /build \
     && /build/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
 
 
-# What every image shares is repeated in the GPU image, which starts elsewhere.
 FROM ${CPU_BASE} AS python
 # libnuma: vLLM's CPU backend is linked with it.
 # hadolint ignore=DL3008
@@ -51,6 +50,7 @@ RUN mkdir .venv \
 
 
 FROM cpu-packages AS cpu
+ARG CPU_BASE
 WORKDIR /config
 COPY --from=wheel /dist /tmp/dist
 COPY docker/check_image.py /tmp/check_image.py
@@ -69,7 +69,8 @@ ENV QWEN_NVFP4_CONTAINER=cpu \
     XDG_CACHE_HOME=/cache/xdg \
     XDG_CONFIG_HOME=/cache/config
 LABEL org.opencontainers.image.title="qwen-nvfp4-serve (CPU)" \
-      org.opencontainers.image.description="A small Qwen3.5 model in NVFP4 on vLLM's CPU backend"
+      org.opencontainers.image.description="A small Qwen3.5 model in NVFP4 on vLLM's CPU backend" \
+      org.opencontainers.image.base.name="${CPU_BASE}"
 VOLUME ["/cache"]
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=40s --start-period=15m --retries=2 CMD ["qwen-nvfp4", "ready"]
@@ -80,11 +81,13 @@ ENTRYPOINT ["qwen-nvfp4", "serve"]
 # Our kernels, for every card in the table of kernels/build.py.
 FROM ${GPU_BASE} AS kernels
 WORKDIR /source
-COPY src ./src
-RUN PYTHONPATH=src python3 -c "from pathlib import Path; from qwen_nvfp4_serve.kernels import build as b; [print(b.build(library, Path('/kernels'))) for library in b.LIBRARIES]"
+COPY src/qwen_nvfp4_serve/__init__.py src/qwen_nvfp4_serve/errors.py ./src/qwen_nvfp4_serve/
+COPY src/qwen_nvfp4_serve/kernels ./src/qwen_nvfp4_serve/kernels
+RUN PYTHONPATH=src python3 -m qwen_nvfp4_serve.kernels.build /kernels
 
 
 FROM ${GPU_BASE} AS gpu
+ARG GPU_BASE
 USER 0
 WORKDIR /config
 RUN (getent passwd 1000 || useradd --uid 1000 --user-group --home-dir /cache --no-create-home qwen) \
@@ -94,9 +97,9 @@ COPY --from=kernels /kernels /tmp/kernels
 COPY docker/check_image.py /tmp/check_image.py
 ENV HOME=/cache \
     PYTHONUNBUFFERED=1 \
-    PYTHONDONTWRITEBYTECODE=1 \
-    PIP_BREAK_SYSTEM_PACKAGES=1
-RUN python3 -m pip install --no-cache-dir --upgrade-strategy only-if-needed /tmp/dist/*.whl \
+    PYTHONDONTWRITEBYTECODE=1
+# The base keeps vLLM in the system's Python, and what it has is not replaced.
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --upgrade-strategy only-if-needed /tmp/dist/*.whl \
     && prebuilt=$(python3 -c "from qwen_nvfp4_serve.kernels.build import PREBUILT; print(PREBUILT)") \
     && mkdir -p "$prebuilt" \
     && cp /tmp/kernels/*.so "$prebuilt"/ \
@@ -115,7 +118,8 @@ ENV QWEN_NVFP4_CONTAINER=gpu \
     XDG_CACHE_HOME=/cache/xdg \
     XDG_CONFIG_HOME=/cache/config
 LABEL org.opencontainers.image.title="qwen-nvfp4-serve" \
-      org.opencontainers.image.description="Qwen3.5 in NVFP4 on one NVIDIA card, with vLLM as the engine"
+      org.opencontainers.image.description="Qwen3.5 in NVFP4 on one NVIDIA card, with vLLM as the engine" \
+      org.opencontainers.image.base.name="${GPU_BASE}"
 VOLUME ["/cache"]
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=40s --start-period=30m --retries=2 CMD ["qwen-nvfp4", "ready"]

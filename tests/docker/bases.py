@@ -14,10 +14,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from engine import EngineError, docker, need, run
+from engine import BUILDKIT, EngineError, docker, need, run
 
 PACKAGES = ("ca-certificates", "python3", "python3-venv", "python3-pip", "libnuma1")
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = "qwen-nvfp4-stand-in"
 
 
@@ -37,6 +38,33 @@ def cpu_base() -> str:
         root = Path(folder) / "root"
         make_root(root)
         import_root(root, tag)
+    return tag
+
+
+# What vLLM's own image has and we use: vLLM and its packages for the system's Python, nvcc, a host compiler.
+GPU_BASE = """
+FROM {base}
+RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev && rm -rf /var/lib/apt/lists/*
+COPY gpu.lock /tmp/
+RUN python3 -m pip install --quiet --no-cache-dir --no-deps --break-system-packages --requirement /tmp/gpu.lock
+RUN toolkit=$(dirname "$(find / -path '*/nvidia/*/bin/nvcc' -print -quit)")/.. \\
+    && ln -s "$(realpath "$toolkit")" /usr/local/cuda
+ENV PATH=/usr/local/cuda/bin:$PATH CUDA_HOME=/usr/local/cuda
+"""
+
+
+def gpu_base() -> str:
+    """The image to build the GPU target on: QWEN_NVFP4_GPU_BASE, else a stand-in, made once (several GB)."""
+    if named := os.environ.get("QWEN_NVFP4_GPU_BASE"):
+        return named
+    text = GPU_BASE.format(base=cpu_base())
+    lock = (ROOT / "requirements" / "gpu.lock").read_bytes()
+    tag = f"{REPOSITORY}:vllm-{hashlib.sha256(text.encode() + lock).hexdigest()[:12]}"
+    if run(docker(), "image", "inspect", tag).returncode != 0:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "Dockerfile").write_text(text)
+            (Path(folder) / "gpu.lock").write_bytes(lock)
+            need(docker(), "build", "--tag", tag, folder, env=BUILDKIT)
     return tag
 
 
