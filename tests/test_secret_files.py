@@ -39,12 +39,12 @@ def test_read_secret_files_empty_or_a_folder_is_refused(tmp_path: Path) -> None:
         read_secret_files({"VLLM_API_KEY_FILE": str(tmp_path)})
 
 
-def test_read_secret_files_unreadable_names_the_chmod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_secret_files_unreadable_names_the_chown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_path: Path) -> str:
         raise PermissionError
 
     monkeypatch.setattr(Path, "read_text", refuse)
-    with pytest.raises(UsageError, match="chmod 644"):
+    with pytest.raises(UsageError, match="sudo chown"):
         read_secret_files({"VLLM_API_KEY_FILE": str(tmp_path / "key")})
 
 

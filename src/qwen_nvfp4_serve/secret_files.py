@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,9 +38,7 @@ def read_secret(knob: str, path: Path) -> str:
         ) from None
     except PermissionError:
         raise UsageError(
-            what,
-            seen=f"{path}, which this user may not read",
-            do=f"Type: chmod 644 {path} (a container reads it as user 1000).",
+            what, seen=f"{path}, which this user may not read", do=f"Type: sudo chown {os.getuid()} {path}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import io
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,6 +84,8 @@ def read_env_file(path: Path) -> dict[str, str]:
         return {}
     try:
         text = path.read_bytes().decode("utf-8-sig")  # editors on Windows write a byte-order mark
+    except PermissionError:
+        raise UsageError(f"{path} may not be read by this user", do=f"Type: sudo chown {os.getuid()} {path}") from None
     except (UnicodeDecodeError, OSError) as error:
         raise UsageError(
             f"{path}", seen=str(error), expected="a readable UTF-8 text file", do="Save it as UTF-8."

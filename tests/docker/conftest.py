@@ -9,7 +9,7 @@ from pathlib import Path
 
 import bases
 import pytest
-from engine import TOOLS
+from engine import STAMP, TOOLS
 from stack import KEY, Stack, build, free_port
 
 sys.path.append(str(TOOLS))  # compose_spec, installed by scripts/docker-engine
@@ -18,9 +18,13 @@ sys.path.append(str(TOOLS))  # compose_spec, installed by scripts/docker-engine
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A build and a start take minutes on two cores; each test here shares them."""
     here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.timeout(900))
+    ours = [item for item in items if here in item.path.parents]
+    is_required = "docker" in os.environ.get("REQUIRE", "")
+    lacks = None if STAMP.exists() or is_required else pytest.mark.skip(reason="run scripts/docker-engine first")
+    for item in ours:
+        item.add_marker(pytest.mark.timeout(900))
+        if lacks:
+            item.add_marker(lacks)
 
 
 @pytest.fixture(scope="session")

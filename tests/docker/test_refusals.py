@@ -91,3 +91,9 @@ def test_misspelt_knob_in_env_file_is_refused(project: Stack, tmp_path: Path) ->
 
 def test_other_addresses_are_refused_without_a_key(project: Stack) -> None:
     assert "VLLM_API_KEY" in refusal(project, BIND_HOST="0.0.0.0")
+
+
+def test_env_file_of_another_user_names_the_chown(project: Stack, tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("MAX_NUM_SEQS=4\n")
+    (tmp_path / ".env").chmod(0o600)
+    assert "sudo chown 1000 .env" in refusal(project)
