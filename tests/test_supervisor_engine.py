@@ -1,0 +1,150 @@
+"""The supervisor when the engine dies, answers wrongly, or is asked to drain, against small stand-ins for vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+
+import psutil
+import pytest
+
+from qwen_nvfp4_serve import supervisor as module
+from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.stages import Stage
+from qwen_nvfp4_serve.supervisor import EXIT_FAILED, EXIT_STOPPED, Supervisor
+
+Rows = list[tuple[Stage, str]]
+# A child with an engine process below it, under the name that vLLM gives its own.
+ENGINE = """
+    import os, subprocess, sys, time
+    code = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'VLLM::EngineCor', 0, 0, 0); time.sleep(600)"
+    engine = subprocess.Popen([sys.executable, "-c", code])
+    time.sleep(600)
+"""
+
+
+def supervised(code: str, *, shutdown_timeout_s: float = 5.0, probe: object = None) -> tuple[Supervisor, Rows]:
+    rows: Rows = []
+    made = Supervisor(
+        argv=(sys.executable, "-c", textwrap.dedent(code)),
+        environment=dict(os.environ),
+        probe=probe or (lambda: True),  # type: ignore[arg-type]
+        report=lambda stage, message: rows.append((stage, message)),
+        ready_message="here",
+        start_timeout_s=30.0,
+        shutdown_timeout_s=shutdown_timeout_s,
+        drain_signal=signal.SIGUSR1,
+    )
+    return made, rows
+
+
+def once_ready(rows: Rows, action: object) -> threading.Thread:
+    """Run `action` in a thread when READY was reported."""
+
+    def wait() -> None:
+        while not any(stage == "READY" for stage, _ in rows):
+            time.sleep(0.05)
+        action()  # type: ignore[operator]
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def engines() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith(module.ENGINE_TITLE)]
+
+
+def has_engine() -> bool:
+    return bool(engines())
+
+
+def test_run_engine_that_dies_ends_the_server_although_its_parent_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ENGINE_GRACE_S", 0.3)
+    made, rows = supervised(ENGINE, probe=has_engine)
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        engines()[0].kill()
+        killed_at.append(time.monotonic())
+
+    once_ready(rows, kill)
+    assert made.run() == EXIT_FAILED
+    assert time.monotonic() - killed_at[0] < 5
+    assert rows[-1][0] == "failed"
+    assert "engine" in rows[-1][1]
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_run_engine_of_a_server_that_is_being_stopped_is_no_failure() -> None:
+    made, rows = supervised(ENGINE, shutdown_timeout_s=0.1, probe=has_engine)
+    once_ready(rows, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert made.run() == EXIT_STOPPED
+
+
+def test_run_wrong_first_answer_ends_the_start_with_its_reason() -> None:
+    def wrong() -> bool:
+        raise QwenNvfp4Error("the first answer", seen="!!!!", expected="8")
+
+    made, rows = supervised("import time; time.sleep(600)", probe=wrong)
+    assert made.run() == EXIT_FAILED
+    assert rows[-1] == ("failed", "the first answer: seen !!!!, expected 8")
+
+
+def test_run_stop_sends_the_drain_signal_and_waits_for_the_child() -> None:
+    made, rows = supervised(
+        """
+        import signal, sys, time
+        def drain(*_):
+            time.sleep(0.5)
+            sys.exit(0)
+        signal.signal(signal.SIGUSR1, drain)
+        signal.signal(signal.SIGTERM, lambda *_: time.sleep(600))
+        time.sleep(600)
+        """,
+        probe=ready_after(0.5),
+    )
+    once_ready(rows, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    began = time.monotonic()
+    assert made.run() == EXIT_STOPPED
+    assert time.monotonic() - began < 5
+    assert [stage for stage, _ in rows[-2:]] == ["stopping", "stopped"]
+
+
+def test_run_stop_child_without_a_drain_handler_gets_sigterm_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DRAIN_MARGIN_S", 0.2)
+    made, rows = supervised("import time; time.sleep(600)", shutdown_timeout_s=0.3, probe=ready_after(0.5))
+    asked: list[float] = []
+
+    def stop() -> None:
+        asked.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    once_ready(rows, stop)
+    assert made.run() == EXIT_STOPPED
+    assert 0.4 < time.monotonic() - asked[0] < 5  # not killed by SIGUSR1 at once, nor only by the last deadline
+    assert not any("still running" in message for _, message in rows)
+
+
+def ready_after(seconds: float) -> object:
+    """A probe that says yes when the child has had time to set its handlers."""
+    at = time.monotonic() + seconds
+    return lambda: time.monotonic() > at
+
+
+def test_cause_is_an_error_not_advice_or_a_consequence() -> None:
+    made, _ = supervised("pass")
+    made._tail.extend(
+        [
+            "WARNING Found ulimit of 20000 and failed with error OSError: too many files",
+            "EngineDeadError: EngineCore encountered an issue",
+            "torch.OutOfMemoryError: CUDA out of memory",
+        ]
+    )
+    assert made._cause() == "The cause it gave: OutOfMemoryError: CUDA out of memory"
+    made._tail.pop()
+    assert made._cause() == "See its log above."
