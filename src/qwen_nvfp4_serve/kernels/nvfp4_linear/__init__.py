@@ -91,7 +91,7 @@ def _linear(  # noqa: PLR0917
             part = slice(first, first + KERNEL_TOKENS)
             launch.small_m(tokens[part], packed, scales, row_scale, bias, y[part])
     else:
-        launch.large_m(tokens, packed, scales, list(zip(shard_rows, shard_scales, strict=True)), y)
+        launch.large_m(tokens, packed, scales, row_scale, list(zip(shard_rows, shard_scales, strict=True)), y)
         if bias is not None:
             y += bias
     return y.view(*x.shape[:-1], n)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
@@ -13,6 +15,8 @@ from qwen_nvfp4_serve.kernels.nvfp4_linear import binding
 # Bound on the bf16 copy of weight rows that a large-M call works through.
 DEQUANTIZED_BYTES = 128 * 2**20
 ROW_TILE = 128
+# cuBLAS takes its fast bf16 kernels for 16-byte aligned operands: 8 elements.
+GEMM_ROW_MULTIPLE = 8
 
 # One set per device and stream: calls on one stream follow each other, calls on two may not share memory.
 _partials: dict[tuple[int, int], torch.Tensor] = {}
@@ -71,31 +75,49 @@ def dequantize_rows(packed: torch.Tensor, scales: torch.Tensor, first_row: int, 
     binding.check(error, f"dequantizing rows from {first_row} of [{n}, {k}]")
 
 
-def large_m(
+def large_m(  # noqa: PLR0917
     x: torch.Tensor,
     packed: torch.Tensor,
     scales: torch.Tensor,
+    row_scale: torch.Tensor,
     shards: Sequence[tuple[int, float]],
     y: torch.Tensor,
 ) -> None:
     """Fills y [M, N] through the bf16 workspace, a bounded number of weight rows at a time.
 
-    shards: rows and global scale of each; the scale is the GEMM's alpha, so that every output is rounded once.
+    shards: rows and global scale of each, the same as row_scale. Where they begin at multiples of 8 rows the scale is
+    the GEMM's alpha and every output is rounded once; otherwise the GEMM would run misaligned, so the rows are scaled
+    after it and rounded twice. Sums are kept in float32 whatever torch's setting for bf16 reductions.
     """
     n, k = packed.shape[0], x.shape[1]
     workspace = _dequantized_workspace(x.device)
     capacity = max(workspace.numel() // k // ROW_TILE, 1) * ROW_TILE
-    for first in range(0, n, capacity):
-        stop = min(n, first + capacity)
-        rows = workspace[: (stop - first) * k].view(stop - first, k)
-        dequantize_rows(packed, scales, first, rows)
-        begin = 0
-        for count, scale in shards:
-            low, high = max(begin, first), min(begin + count, stop)
-            begin += count
-            if low < high:
-                out = y[:, low:high]
-                torch.addmm(out, x, rows[low - first : high - first].T, beta=0, alpha=scale, out=out)
+    starts = list(accumulate((count for count, _ in shards), initial=0))
+    aligned = all(start % GEMM_ROW_MULTIPLE == 0 for start in starts[:-1])
+    pieces = [(b, b + c, s) for b, (c, s) in zip(starts, shards, strict=False)] if aligned else [(0, n, 1.0)]
+    with _float32_sums():
+        for first in range(0, n, capacity):
+            stop = min(n, first + capacity)
+            rows = workspace[: (stop - first) * k].view(stop - first, k)
+            dequantize_rows(packed, scales, first, rows)
+            for begin, end, scale in pieces:
+                low, high = max(begin, first), min(end, stop)
+                if low < high:
+                    out = y[:, low:high]
+                    torch.addmm(out, x, rows[low - first : high - first].T, beta=0, alpha=scale, out=out)
+    if not aligned:
+        y *= row_scale
+
+
+@contextmanager
+def _float32_sums() -> Iterator[None]:
+    settings = torch.backends.cuda.matmul
+    before = settings.allow_bf16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = before
 
 
 def _partial_workspace(device: torch.device) -> torch.Tensor:

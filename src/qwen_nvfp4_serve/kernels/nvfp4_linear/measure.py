@@ -26,10 +26,11 @@ from qwen_nvfp4_serve.kernels.nvfp4_linear.marlin import SCALE_TILE, MarlinWeigh
 from qwen_nvfp4_serve.kernels.nvfp4_linear.shapes import SHAPES, LinearShape
 
 CHECKED_TOKENS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 64, 65, 128, 1000, 4096)
-TIMED_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256, 512, 1024, 4096)
+TIMED_TOKENS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256, 512, 1024, 4096)
 ROTATED_BYTES = 320 * 2**20  # several times the 50 to 126 MB of L2 on the cards in question
-MAX_COPIES = 600
+MAX_COPIES = 160
 MANY_CALLS_TOKENS = 256
+MANY_LAUNCHES_TOKENS = 512
 CHECKED_ROWS = 32768  # of a large weight at a time, for the FP64 copies' sake
 REPEATS = 5
 
@@ -40,9 +41,11 @@ def random_weight(shape: LinearShape, seed: int = 0) -> nvfp4_linear.LinearWeigh
     generator = torch.Generator(device).manual_seed(seed)
     packed = torch.randint(0, 256, (shape.n, shape.k // 2), dtype=torch.uint8, device=device, generator=generator)
     bytes_ = torch.randint(32, 127, (shape.n, shape.k // 16), dtype=torch.uint8, device=device, generator=generator)
-    cut = shape.n // 3
+    cut = shape.n // 3 // 16 * 16
     scales = bytes_.view(torch.float8_e4m3fn)
-    return nvfp4_linear.prepare_weight(packed, scales, (cut, shape.n - cut), (3.1e-5, 1.7e-4))
+    weight = nvfp4_linear.prepare_weight(packed, scales, (cut, shape.n - cut), (3.1e-5, 1.7e-4))
+    torch.cuda.synchronize()  # the kernel reads weights before it waits for the work ahead of it
+    return weight
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:
@@ -150,6 +153,8 @@ def time_shape(shape: LinearShape, marlin: bool, variants: Sequence[int]) -> lis
         if m <= nvfp4_linear.KERNEL_TOKENS:
             row["ours_gbps"] = shape.weight_bytes / ours / 1e3
             row["variants_us"] = {v: _variant_us(v, weights, tokens, calls) for v in variants}
+        elif variants:
+            row["paths_us"] = _paths_us(weights, tokens, calls)
         rows.append(row)
     return rows
 
@@ -178,6 +183,30 @@ def _variant_us(
         launch.small_m(x, w.packed, w.scales, w.row_scale, None, y, variant=variant)
 
     return over(weights, calls, apply)
+
+
+def _paths_us(weights: Sequence[nvfp4_linear.LinearWeight], x: torch.Tensor, calls: int) -> dict[str, float]:
+    """Ways to serve many tokens: launches of the small-M kernel, the dequantized GEMM by workspace size in MiB."""
+    y = torch.empty(x.shape[0], weights[0].packed.shape[0], dtype=torch.bfloat16, device="cuda")
+
+    def launches(w: nvfp4_linear.LinearWeight) -> None:
+        for first in range(0, x.shape[0], nvfp4_linear.KERNEL_TOKENS):
+            part = slice(first, first + nvfp4_linear.KERNEL_TOKENS)
+            launch.small_m(x[part], w.packed, w.scales, w.row_scale, None, y[part])
+
+    def dequantized(w: nvfp4_linear.LinearWeight) -> None:
+        shards = list(zip(w.shard_rows, w.shard_scales, strict=True))
+        launch.large_m(x, w.packed, w.scales, w.row_scale, shards, y)
+
+    result = {"launches": over(weights, calls, launches)} if x.shape[0] <= MANY_LAUNCHES_TOKENS else {}
+    bound = launch.DEQUANTIZED_BYTES
+    for mib in (64, 128, 256):
+        launch.DEQUANTIZED_BYTES = mib * 2**20
+        launch._dequantized.clear()
+        result[f"dequantized {mib}"] = over(weights, calls, dequantized)
+    launch.DEQUANTIZED_BYTES = bound
+    launch._dequantized.clear()
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

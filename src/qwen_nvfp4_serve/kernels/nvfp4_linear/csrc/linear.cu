@@ -11,6 +11,10 @@
 #define NVFP4_VARIANTS variant<2, 1, 8, 4, 2>(), variant<1, 1, 8, 4, 2>(), variant<1, 2, 8, 2, 2>(), variant<1, 4, 12, 2, 1>(), variant<1, 8, 8, 2, 1>()
 #endif
 
+#ifndef NVFP4_AHEAD_TILES
+#define NVFP4_AHEAD_TILES 4
+#endif
+
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
@@ -47,9 +51,9 @@ __device__ __forceinline__ void mma(float (&c)[4], Word4 a, uint32_t b0, uint32_
         : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ void copy_async(void* shared, const void* global, bool valid) {
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
     const unsigned address = unsigned(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(valid ? 16 : 0) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
 
 // Programmatic dependent launch: wait for the kernel before us, or let the one after us start. Nothing before sm_90.
@@ -73,6 +77,8 @@ struct Shape {
     static constexpr int stage_chunks = StageSteps * step_chunks * tokens;  // of 8 activations, 16 bytes
     static constexpr int shared_bytes = 2 * stage_chunks * 16;
     static constexpr int slot_floats = threads * 8 * Tiles;
+    // Steps brought to L2 ahead of their loads. Few warps need it; many keep memory busy by themselves, and lose by it.
+    static constexpr int lines_ahead = Tiles >= NVFP4_AHEAD_TILES ? 4 : 0;
 };
 
 // A warp's weights and scales of one step.
@@ -86,6 +92,8 @@ template <class S>
 struct WeightCursor {
     const uint8_t* row[4];
     const uint8_t* scale;
+    const uint8_t* row_line;    // this lane's share of two steps in lines of L2: one of weights,
+    const uint8_t* scale_line;  // and, in the first lanes, one of scales
 
     __device__ void seek(const Params& p, int block, int step) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -95,6 +103,20 @@ struct WeightCursor {
 #pragma unroll
         for (int q = 0; q < 4; ++q) row[q] = p.packed + (int64_t(min(row_of<S::parts>(w, g, q), p.n - 1)) * p.k + column) / 2;
         scale = p.scales + scale_offset<S::parts>(w, p.group_tiles, step, g, t);
+        if (S::lines_ahead == 0) return;
+        // Two steps are 32 / P rows of 128 P bytes, and 4 P scale tiles of which a warp uses 128 / P bytes.
+        const int lane = threadIdx.x % 32, line_row = lane / S::parts, per_quarter = 8 / S::parts;
+        const int r = min(row_of<S::parts>(w, line_row % per_quarter * S::parts, line_row / per_quarter), p.n - 1);
+        row_line = p.packed + int64_t(r) * (p.k / 2) + step * S::step_bytes + lane % S::parts * 128;
+        scale_line = p.scales + scale_offset<S::parts>(w, p.group_tiles, step, 0, 0) + lane % (4 * S::parts) * kTileBytes;
+    }
+
+    // Brings two steps to L2.
+    __device__ __forceinline__ void prefetch(int ahead) const {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row_line + ahead * S::step_bytes));
+        if (threadIdx.x % 32 < 4 * S::parts) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(scale_line + ahead * (S::step_columns / 64 * kTileBytes)));
+        }
     }
 
     __device__ __forceinline__ void load(Fragment& f, int ahead) const {
@@ -107,6 +129,9 @@ struct WeightCursor {
 #pragma unroll
         for (int q = 0; q < 4; ++q) row[q] += by * S::step_bytes;
         scale += by * (S::step_columns / 64 * kTileBytes);
+        if (S::lines_ahead == 0) return;
+        row_line += by * S::step_bytes;
+        scale_line += by * (S::step_columns / 64 * kTileBytes);
     }
 };
 
@@ -128,12 +153,12 @@ struct ActivationStage {
     }
 
     __device__ __forceinline__ void request(const Params& p, uint4* stage, int step) const {
-        const int k = step * S::step_columns + column;
-        const bool valid = k < p.k;
-        const __nv_bfloat16* x = p.x + token * p.x_stride + (valid ? k : 0);
+        int k = step * S::step_columns + column;
+        while (k >= p.k) k -= p.k;  // after a row block's last step comes the next one's first
+        const __nv_bfloat16* x = p.x + token * p.x_stride + k;
 #pragma unroll
         for (int i = 0; i < passes; ++i) {
-            if (token + i * tokens_per_pass < p.m) copy_async(stage + slot + i * tokens_per_pass * 4 * S::parts, x, valid);
+            if (token + i * tokens_per_pass < p.m) copy_async(stage + slot + i * tokens_per_pass * 4 * S::parts, x);
             x += tokens_per_pass * p.x_stride;
         }
         asm volatile("cp.async.commit_group;" ::: "memory");
@@ -263,7 +288,7 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int begin = int(int64_t(p.total) * blockIdx.x / gridDim.x);
     int left = int(int64_t(p.total) * (blockIdx.x + 1) / gridDim.x) - begin;
-    int block = begin / p.steps, step = begin % p.steps, window = step - step % StageSteps;
+    int block = begin / p.steps, step = begin % p.steps;
     WeightCursor<S> cursor;
     Fragment current;
     cursor.seek(p, block, step);
@@ -276,7 +301,7 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
     // Lanes of absent tokens read the last one: their columns are never stored.
     const uint4* lane_x = stages + g * 4 + t;
     const uint4* lane_x_last = stages + (min((Tiles - 1) * 8 / P + g / P, p.m - 1) * P + g % P) * 4 + t;
-    activations.request(p, stages, window);
+    activations.request(p, stages, step);
     activations.finish(p, stages);
     __syncthreads();
 
@@ -285,55 +310,63 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
     int buffer = 0;
     // One turn per window of StageSteps steps. What follows, in this row block or the next, is always under way already.
     while (true) {
-        const int stop = min(min(window + StageSteps, p.steps), step + left);
-        const bool finishes = stop == p.steps, last = stop - step == left;
-        const int next_window = finishes ? 0 : window + StageSteps;
+        int waiting = min(StageSteps, left);  // steps of this window
         uint4* following = stages + (S::stage_chunks - buffer);
-        if (!last) activations.request(p, following, next_window);
-        const auto turn = [&](Fragment& f) {
-            if (last) return;
-            if (finishes) cursor.seek(p, block + 1, 0);
-            cursor.load(f, 0);
-        };
-        left -= stop - step;
-        if (stop - step == StageSteps) {
-            Fragment other;
+        if (left > StageSteps) activations.request(p, following, step + StageSteps);
+        for (int offset = buffer; waiting > 0;) {
+            const int run = min(waiting, p.steps - step);
+            const bool finishes = step + run == p.steps, last = run == left;
+            const auto turn = [&](Fragment& f, int steps) {
+                if (last) return;
+                if (finishes) {
+                    cursor.seek(p, block + 1, 0);
+                } else {
+                    cursor.advance(steps);
+                }
+                cursor.load(f, 0);
+            };
+            if (run == StageSteps) {
+                if (S::lines_ahead > 0 && step + S::lines_ahead + StageSteps <= p.steps && (StageSteps > 1 || step % 2 == 0)) {
+                    for (int i = 0; i < StageSteps; i += 2) cursor.prefetch(S::lines_ahead + i);
+                }
+                Fragment other;
 #pragma unroll
-            for (int i = 0; i < StageSteps; ++i) {
-                Fragment &now = i % 2 ? other : current, &next = i % 2 ? current : other;
-                if (i + 1 < StageSteps) {
-                    cursor.load(next, i + 1);
-                } else {
-                    cursor.advance(StageSteps);
-                    turn(next);
+                for (int i = 0; i < StageSteps; ++i) {
+                    Fragment &now = i % 2 ? other : current, &next = i % 2 ? current : other;
+                    if (i + 1 < StageSteps) {
+                        cursor.load(next, i + 1);
+                    } else {
+                        turn(next, StageSteps);
+                    }
+                    const int at = offset + i * S::step_chunks * S::tokens;
+                    multiply_step<S>(acc, now, selector, lane_x + at, lane_x_last + at);
                 }
-                const int offset = buffer + i * S::step_chunks * S::tokens;
-                multiply_step<S>(acc, now, selector, lane_x + offset, lane_x_last + offset);
+                if (StageSteps % 2) current = other;
+            } else {
+                for (int i = 0; i < run; ++i) {
+                    Fragment next;
+                    if (i + 1 < run) {
+                        cursor.advance(1);
+                        cursor.load(next, 0);
+                    } else {
+                        turn(next, 1);
+                    }
+                    const int at = offset + i * S::step_chunks * S::tokens;
+                    multiply_step<S>(acc, current, selector, lane_x + at, lane_x_last + at);
+                    current = next;
+                }
             }
-            if (StageSteps % 2) current = other;
-        } else {
-            for (int offset = buffer + (step - window) * S::step_chunks * S::tokens; step < stop; ++step, offset += S::step_chunks * S::tokens) {
-                Fragment next;
-                cursor.advance(1);
-                if (step + 1 < stop) {
-                    cursor.load(next, 0);
-                } else {
-                    turn(next);
-                }
-                multiply_step<S>(acc, current, selector, lane_x + offset, lane_x_last + offset);
-                current = next;
+            offset += run * S::step_chunks * S::tokens;
+            step += run, left -= run, waiting -= run;
+            if (finishes || last) {
+                const bool whole = starts && finishes;
+                if (whole || combine_block<S>(p, block, starts, acc)) store_block<S>(p, block, acc);
+                if (last) return;
+                ++block, step = 0, starts = true;
+#pragma unroll
+                for (int i = 0; i < 8 * S::tiles; ++i) acc[i / (4 * S::tiles)][i / 4 % S::tiles][i % 4] = 0.0f;
             }
         }
-        step = stop;
-        if (finishes || last) {
-            const bool whole = starts && finishes;
-            if (whole || combine_block<S>(p, block, starts, acc)) store_block<S>(p, block, acc);
-            ++block, step = 0, starts = true;
-#pragma unroll
-            for (int i = 0; i < 8 * S::tiles; ++i) acc[i / (4 * S::tiles)][i / 4 % S::tiles][i % 4] = 0.0f;
-        }
-        if (last) return;
-        window = next_window;
         activations.finish(p, following);
         __syncthreads();
         buffer = S::stage_chunks - buffer;
@@ -379,7 +412,7 @@ const Variant kVariants[] = {NVFP4_VARIANTS};
 constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 constexpr int kMaxDevices = 64;
 constexpr int kMaxRowBlocks = 1 << 14;
-constexpr int kMinStepsPerCta = 4;
+constexpr int kShortShare = 2, kLongShare = 4;  // fewest steps of a CTA
 constexpr size_t kCounterBytes = kMaxRowBlocks * sizeof(unsigned);
 
 // What a card holds of each variant; filled once per device.
@@ -460,7 +493,9 @@ int32_t nvfp4_linear(const Nvfp4LinearCall* call, void* stream) {
     const int64_t row_blocks = (int64_t(tiles) * kTileRows + v.rows - 1) / v.rows, total = row_blocks * steps;
     if (row_blocks > kMaxRowBlocks || total > INT32_MAX) return cudaErrorInvalidValue;
     const int64_t resident = int64_t(card->multiprocessors) * card->blocks[index];
-    int64_t grid = call->grid > 0 ? call->grid : total / kMinStepsPerCta;
+    // Small matrices: shorter shares rather than idle multiprocessors.
+    const int64_t even = total / card->multiprocessors, share = even < kShortShare ? kShortShare : even > kLongShare ? kLongShare : even;
+    int64_t grid = call->grid > 0 ? call->grid : total / share;
     grid = grid > resident ? resident : grid < 1 ? 1 : grid;
     grid = grid > total ? total : grid;
     auto* workspace = static_cast<uint8_t*>(call->workspace);
