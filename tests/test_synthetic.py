@@ -87,9 +87,10 @@ def test_write_dequantized_equals_the_formats_definition(tmp_path: Path, style: 
         assert torch.equal(meaning(quantized, module), want), module
 
 
-def test_write_compressed_tensors_and_modelopt_mean_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("style", ["modelopt-nvfp4", "ct-w4a16"])
+def test_write_the_same_precision_under_other_names_means_the_same_weights(tmp_path: Path, style: str) -> None:
     first = load(write_checkpoint(tmp_path / "a", spec("ct-w4a4", dequantized=True)))
-    second = load(write_checkpoint(tmp_path / "b", spec("modelopt-nvfp4", dequantized=True)))
+    second = load(write_checkpoint(tmp_path / "b", spec(style, dequantized=True)))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
 
