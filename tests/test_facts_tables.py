@@ -178,6 +178,7 @@ def test_dims_from_config_missing_keys_take_transformers_defaults() -> None:
         {"hidden_size": "2048"},
         {"hidden_size": 10**12},
         {"num_hidden_layers": 3},
+        {"num_hidden_layers": 9_999_999},
         {"layer_types": ["linear_attention"] * 40},
         {"layer_types": ["sliding"] * 40},
         {"layer_types": [["linear_attention"]] * 40},

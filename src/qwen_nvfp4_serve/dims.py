@@ -13,6 +13,7 @@ StateDtype = Literal["float32", "bfloat16"]
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 # A count above this in a config.json is damage, not a model: the largest real value is a vocabulary of 248,320.
 _LARGEST = 10_000_000
+_MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,10 +163,9 @@ def _count(section: Mapping[str, object], key: str, default: int, *, least: int 
     seen = section.get(key)
     if seen is None:
         return default
-    if not isinstance(seen, int) or isinstance(seen, bool) or not least <= seen <= _LARGEST:
-        raise UsageError(
-            f"config.json: {key}", seen=repr(seen)[:60], expected=f"an integer from {least} to {_LARGEST:,}"
-        )
+    most = _MOST_LAYERS if "layers" in key or key == "depth" else _LARGEST
+    if not isinstance(seen, int) or isinstance(seen, bool) or not least <= seen <= most:
+        raise UsageError(f"config.json: {key}", seen=repr(seen)[:60], expected=f"an integer from {least} to {most:,}")
     return seen
 
 
