@@ -92,6 +92,11 @@ USER 0
 WORKDIR /config
 RUN (getent passwd 1000 || useradd --uid 1000 --user-group --home-dir /cache --no-create-home qwen) \
     && install --directory --owner=1000 --group=1000 /cache /cache/huggingface
+# FlashInfer's prebuilt kernels, where the base lacks them: without them a first start compiles for minutes.
+ARG FLASHINFER_KERNELS=download
+RUN if [ "$FLASHINFER_KERNELS" = download ] && ! python3 -c "import flashinfer_cubin, flashinfer_jit_cache"; then \
+    PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m flashinfer download-kernels \
+    || echo "WARNING: no prebuilt kernels for this FlashInfer could be had"; fi
 COPY --from=wheel /dist /tmp/dist
 COPY --from=kernels /kernels /tmp/kernels
 COPY docker/check_image.py /tmp/check_image.py
@@ -122,6 +127,6 @@ LABEL org.opencontainers.image.title="qwen-nvfp4-serve" \
       org.opencontainers.image.base.name="${GPU_BASE}"
 VOLUME ["/cache"]
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=40s --start-period=30m --retries=2 CMD ["qwen-nvfp4", "ready"]
+HEALTHCHECK --interval=10s --timeout=40s --start-period=2h --retries=2 CMD ["qwen-nvfp4", "ready"]
 USER 1000:1000
 ENTRYPOINT ["qwen-nvfp4", "serve"]

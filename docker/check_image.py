@@ -55,11 +55,12 @@ def kernels(target: Target) -> str:
 
 
 def flashinfer(target: Target) -> str:
-    """Present, with its prebuilt kernels where the base has them; else they are compiled at the first start."""
+    """Importable, with its prebuilt kernels where they could be had; else they are compiled at the first start."""
     if target == "cpu":
         return "none on a CPU"
-    if importlib.util.find_spec("flashinfer") is None:
-        raise QwenNvfp4Error("flashinfer", seen="not installed", do="Use a base image that has it.")
+    done = subprocess.run([sys.executable, "-c", "import flashinfer"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise QwenNvfp4Error("importing FlashInfer", seen=done.stderr.strip().splitlines()[-1])
     found = [name for name in ("flashinfer_cubin", "flashinfer_jit_cache") if importlib.util.find_spec(name)]
     return f"with {' and '.join(found)}" if found else "WARNING: no prebuilt kernels, the first start compiles them"
 
