@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -150,9 +151,9 @@ def _read_scalars(folder: Path, tensors: Sequence[Tensor]) -> list[float | None]
     for shard, places in by_shard.items():
         try:
             with (folder / shard).open("rb", buffering=0) as file:
+                handle = file.fileno()
                 for place in places:
-                    file.seek(tensors[place].start)
-                    values[place] = decode_scalar(tensors[place].dtype, file.read(8))
+                    values[place] = decode_scalar(tensors[place].dtype, os.pread(handle, 8, tensors[place].start))
         except OSError:
             continue
     return values

@@ -30,30 +30,29 @@ def inspect(
 
     Exit code 0: no error, 1: errors that would stop `serve`, 2: wrong use.
     """
-    from qwen_nvfp4_serve.checkpoint import inspect_source, knows_type, open_folder
-    from qwen_nvfp4_serve.errors import UsageError
-    from qwen_nvfp4_serve.models import resolve_model
-
-    ref = resolve_model(checkpoint)
-    if ref.path is not None:
-        source = open_folder(ref.path)
-    elif ref.repo is not None:
-        from qwen_nvfp4_serve.hub import open_repo
-
-        source = open_repo(ref.repo, revision=revision or ref.revision)
-    else:
-        raise UsageError(f"{checkpoint} is generated, not downloaded", do="Inspect its folder instead.")
-    report = inspect_source(
-        source,
-        speculative_tokens=speculative_tokens,
-        vision=vision,
-        knows_type=knows_type(str(source.config.get("model_type"))),
-    )
+    report = _report(checkpoint, revision, speculative_tokens=speculative_tokens, vision=vision)
     if as_json:
         typer.echo(json.dumps(_as_json(report), indent=2))
     else:
         _show(report)
     raise typer.Exit(1 if report.errors else 0)
+
+
+def _report(given: str, revision: str | None, *, speculative_tokens: int, vision: bool) -> Report:
+    from qwen_nvfp4_serve.checkpoint import inspect_folder, inspect_source, knows_type
+    from qwen_nvfp4_serve.errors import UsageError
+    from qwen_nvfp4_serve.models import resolve_model
+
+    ref = resolve_model(given)
+    if ref.path is not None:
+        return inspect_folder(ref.path, speculative_tokens=speculative_tokens, vision=vision)
+    if ref.repo is None:
+        raise UsageError(f"{given} is generated, not downloaded", do="Inspect its folder instead.")
+    from qwen_nvfp4_serve.hub import open_repo
+
+    source = open_repo(ref.repo, revision=revision or ref.revision)
+    known = knows_type(str(source.config.get("model_type")))
+    return inspect_source(source, speculative_tokens=speculative_tokens, vision=vision, knows_type=known)
 
 
 def _as_json(report: Report) -> dict[str, object]:
