@@ -1,0 +1,104 @@
+"""The page of one result, from its data alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from qwen_nvfp4_serve.bench.published import Published
+from qwen_nvfp4_serve.bench.result import Result
+from qwen_nvfp4_serve.bench.rows import HEADERS, settings_rows, table_rows
+from qwen_nvfp4_serve.bench.series import short
+
+
+def markdown(result: Result, charts: Sequence[Path] = (), against: Sequence[Published] = ()) -> str:
+    """The whole page: table, failures, goodput, published figures, settings, charts (by file name)."""
+    parts = [f"# {result.label}", "" if result.complete else "**Interrupted: some cases are missing.**\n"]
+    parts.append(_table(HEADERS, [(row.test, *row.cells) for row in table_rows(result)], right=len(HEADERS) - 1))
+    parts.append(f"Median ± standard deviation. Measured on: **{result.card}**.\n")
+    parts += [_failures(result), _goodput(result), _published(result, against)]
+    parts += [f"![{chart.stem}]({chart.name})\n" for chart in charts]
+    parts += ["## Settings\n", _table(("setting", "value"), settings_rows(result))]
+    if result.server.kernels:
+        parts.append(
+            "Kernels named in the server's log:\n\n" + "\n".join(f"- `{line}`" for line in result.server.kernels)
+        )
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _failures(result: Result) -> str:
+    failures = [failure for case in result.cases for failure in case.failures]
+    total = sum(case.requests for case in result.cases)
+    warm = sum(len(case.warmup_failures) for case in result.cases)
+    notes = [f"{len(failures)} of {total} measured requests failed" + (f", {warm} in warm-up" if warm else "") + "."]
+    counts = Counter((failure.kind, failure.detail) for failure in failures)
+    notes += [f"- {count} x {kind}: {_escape(detail)}" for (kind, detail), count in counts.most_common()]
+    notes += _short_answers(result)
+    return "\n".join(notes) + "\n"
+
+
+def _short_answers(result: Result) -> list[str]:
+    """Answers that ended early, and prompts whose length the server counted otherwise than asked."""
+    early = off = 0
+    for case in result.cases:
+        asked = case.case.depth + case.case.prompt
+        for sample in (sample for batch in case.batches for sample in batch.samples if sample.failure is None):
+            early += (sample.completion_tokens or 0) < case.case.generate
+            off += case.case.phase == "request" and sample.prompt_tokens != asked
+    notes = [f"{early} answers ended before the tokens asked for."] if early else []
+    return notes + ([f"{off} prompts were not exactly as long as asked; rates use the true length."] if off else [])
+
+
+def _goodput(result: Result) -> str:
+    rows = [
+        (
+            f"{case.case.prefill}, {case.case.decode}",
+            f"{case.goodput.good}/{case.goodput.requests}",
+            f"{case.goodput.good_requests_per_s:.2f}",
+        )
+        for case in result.cases
+        if case.goodput is not None
+    ]
+    if not rows:
+        return ""
+    workload = result.workload
+    limits = [
+        f"{name} {limit:g} ms"
+        for name, limit in (("first token", workload.ttft_limit_ms), ("each token after", workload.tpot_limit_ms))
+        if limit is not None
+    ]
+    head = f"## Goodput within {', '.join(limits)}\n\n"
+    return head + _table(("case", "good", "good requests/s"), rows, right=2)
+
+
+def _published(result: Result, against: Sequence[Published]) -> str:
+    if not against:
+        return ""
+    rows: list[tuple[str, ...]] = []
+    for case in result.cases:
+        if case.case.concurrency == 1 and case.case.phase == "request":
+            for test, value in (
+                (case.case.prefill, case.metrics.prefill_total),
+                (case.case.decode, case.metrics.decode_total),
+            ):
+                rows.append(
+                    (f"**{test}**", "" if value is None else f"{value.median:,.1f}", result.card, "this run", "")
+                )
+    for entry in against:
+        for figure in (*entry.of("prefill"), *entry.of("decode")):
+            depth = "depth not stated" if figure.depth is None else f"at {short(figure.depth)}"
+            what = f"{entry.title}: {figure.test} {depth}"
+            rows.append((what, f"{figure.tokens_per_s:,.1f}", entry.card, entry.measured_by, entry.note))
+    head = "## Beside figures that others published\n\nNot measured by this project, and on the card named.\n\n"
+    return head + _table(("test", "t/s", "card", "measured by", "note"), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 0) -> str:
+    marks = [":--"] * (len(head) - right) + ["--:"] * right
+    lines = [head, marks, *([_escape(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _escape(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

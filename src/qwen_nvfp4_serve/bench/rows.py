@@ -1,0 +1,96 @@
+"""The rows of a table, the same for terminal, Markdown and comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qwen_nvfp4_serve.bench.result import CaseResult, Result
+from qwen_nvfp4_serve.bench.statistics import Spread
+
+HEADERS = (
+    "test",
+    "t/s (total)",
+    "t/s (req)",
+    "peak t/s",
+    "peak t/s (req)",
+    "ttfr (ms)",
+    "est_ppt (ms)",
+    "e2e_ttft (ms)",
+    "failed",
+)
+LARGE, SMALL = 1000.0, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line: the test's name, then a cell for each of HEADERS[1:], empty where nothing was measured."""
+
+    test: str
+    cells: tuple[str, ...]
+    failed: bool
+
+
+def table_rows(result: Result) -> tuple[Row, ...]:
+    """Two rows a case, prefill and decode, with llama-benchy's names and columns, then how many requests failed."""
+    return tuple(row for case in result.cases for row in _case_rows(case))
+
+
+def _case_rows(case: CaseResult) -> tuple[Row, Row]:
+    seen = case.metrics
+    failures = len(case.failures)
+    failed = f"{failures}/{case.requests}"
+    prefill = (seen.prefill_total, seen.prefill_request, None, None, seen.ttfr_ms, seen.prefill_ms, seen.ttft_ms)
+    decode = (seen.decode_total, seen.decode_request, seen.peak_total, seen.peak_request, None, None, None)
+    return (
+        Row(case.case.prefill, (*map(cell, prefill), failed), failures > 0),
+        Row(case.case.decode, (*map(cell, decode), failed), failures > 0),
+    )
+
+
+def cell(value: Spread | None) -> str:
+    """`median ± standard deviation`; empty for None."""
+    return "" if value is None else f"{number(value.median)} ± {number(value.std)}"
+
+
+def number(value: float) -> str:
+    """Digits that the value deserves: 12,345, 123.4, 1.23."""
+    if abs(value) >= LARGE:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= SMALL else f"{value:.2f}"
+
+
+def settings_rows(result: Result) -> tuple[tuple[str, str], ...]:
+    """Name and value of everything that a reader must know beside the figures."""
+    machine, server, workload = result.machine, result.server, result.workload
+    rows: list[tuple[str, str | None]] = [
+        ("model", server.model),
+        ("card", machine.card_name),
+        ("vLLM", server.vllm),
+        ("measured", f"{result.started}, {result.seconds:.0f} s, qwen-nvfp4 {result.project}"),
+        ("server", f"{server.base_url}{' (another machine)' if machine.remote else ''}"),
+        ("runs", f"{workload.runs} counted after {workload.warmup_runs} warm-up, seed {workload.seed}"),
+        ("requests", _requests(result)),
+        ("latency", f"{result.latency_ms:.2f} ms ({workload.latency_mode}), taken off ttfr to give est_ppt"),
+        ("host", f"{machine.cpu or 'unknown CPU'}, {machine.cpu_count} threads, {machine.system}"),
+    ]
+    for card in machine.cards_after or ():
+        clocks = f"SM {_unit(card.sm_clock_mhz)} of {_unit(card.max_sm_clock_mhz)} MHz"
+        memory = f"memory {_unit(card.memory_clock_mhz)} MHz"
+        rows.append((card.name, f"driver {card.driver}, {clocks}, {memory}, power limit {_unit(card.power_limit_w)} W"))
+    if server.cache:
+        wanted = ("cache_dtype", "block_size", "num_gpu_blocks", "enable_prefix_caching")
+        rows.append(("cache", ", ".join(f"{name} {server.cache[name]}" for name in wanted if name in server.cache)))
+    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    rows.append(("packages", packages or None))
+    return tuple((name, value if value is not None else "unknown") for name, value in rows)
+
+
+def _requests(result: Result) -> str:
+    workload = result.workload
+    caching = "the same prompts in every run" if workload.reuse_prompts else "prompts never sent before"
+    context = ", context sent first" if workload.cached_context else ""
+    return f"{workload.endpoint}, temperature {workload.temperature:g}, {caching}{context}"
+
+
+def _unit(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:g}"

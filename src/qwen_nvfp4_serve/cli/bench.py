@@ -1,0 +1,299 @@
+"""`qwen-nvfp4 bench`: measure a running server; compare two runs; make the page of a run again from its data."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import typer
+
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qwen_nvfp4_serve.bench.result import Result
+    from qwen_nvfp4_serve.bench.runner import Order
+    from qwen_nvfp4_serve.bench.workload import Workload
+    from qwen_nvfp4_serve.smoke import Server
+
+RESULT, INTERRUPTED, PAGE = "result.json", "interrupted.json", "README.md"
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
+
+group = typer.Typer(help="Measure a running server, compare runs, draw them.", invoke_without_command=True)
+
+
+class EndpointName(StrEnum):
+    """Values of --endpoint."""
+
+    completions = "completions"
+    chat = "chat"
+
+
+class LatencyName(StrEnum):
+    """Values of --latency-mode."""
+
+    api = "api"
+    generation = "generation"
+    none = "none"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.add_typer(group, name="bench")
+
+
+@group.callback()
+def bench(
+    context: typer.Context,
+    *,
+    out: Path | None = typer.Option(None, help="Folder for result.json, the page and the charts. Needed."),
+    base_url: str = typer.Option("", help="Endpoint to measure; by default the one that the settings serve."),
+    depth: str = typer.Option("0", help="Context before the prompt, tokens: 0,4096,8192."),
+    prompt: str = typer.Option("2048", help="Prompt, tokens."),
+    generate: str = typer.Option("32", help="Answer, tokens."),
+    concurrency: str = typer.Option("1", help="Requests sent at the same moment."),
+    runs: int = typer.Option(5, help="Counted batches of each case."),
+    warmup: int = typer.Option(1, help="Uncounted batches of each case, before the counted ones."),
+    seed: int = typer.Option(0, help="Seed of the prompts' words."),
+    cached_context: bool = typer.Option(False, help="Send the context first: measure on a filled prefix cache."),
+    reuse_prompts: bool = typer.Option(False, help="Same prompts in every run: let the prefix cache answer."),
+    ignore_eos: bool = typer.Option(True, help="Ask for exactly the tokens of --generate (vLLM's ignore_eos)."),
+    temperature: float = typer.Option(0.0, help="Sampling temperature."),
+    endpoint: EndpointName = typer.Option(EndpointName.completions, help="Which API to measure."),
+    latency_mode: LatencyName = typer.Option(LatencyName.api, help="What to take off the time to first response."),
+    timeout_s: float = typer.Option(600.0, help="A request that takes longer has failed."),
+    ttft_ms: float | None = typer.Option(None, help="Goodput: limit of the time to first token."),
+    tpot_ms: float | None = typer.Option(None, help="Goodput: limit of the time per token after the first."),
+    label: str = typer.Option("", help="Name of this run on the page and in charts."),
+    card: str | None = typer.Option(None, help="Name of the card, when the server is on another machine."),
+    against: str = typer.Option("", help="Published figures to draw beside: seed_35b,seed_27b_marlin."),
+    server_log: Path | None = typer.Option(None, help="File with the server's log; its kernel lines are kept."),
+    plan: Path | None = typer.Option(None, help="JSON of `qwen-nvfp4 plan --json`, kept with the result."),
+    env_file: Path = typer.Option(Path(".env"), help="Settings of the server; its key is used."),
+) -> None:
+    """Prefill and decode speed at context depth, from a running server.
+
+    Exit code 0: measured, 1: requests failed (shown in the table), 2: wrong use, 130: interrupted, finished cases kept.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from qwen_nvfp4_serve.bench.published import find_published
+    from qwen_nvfp4_serve.bench.workload import Workload, check_workload
+
+    workload = Workload(
+        endpoint=endpoint.value,
+        depths=_numbers("--depth", depth),
+        prompts=_numbers("--prompt", prompt),
+        generates=_numbers("--generate", generate),
+        concurrencies=_numbers("--concurrency", concurrency),
+        runs=runs,
+        warmup_runs=warmup,
+        seed=seed,
+        cached_context=cached_context,
+        reuse_prompts=reuse_prompts,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        latency_mode=latency_mode.value,
+        timeout_s=timeout_s,
+        ttft_limit_ms=ttft_ms,
+        tpot_limit_ms=tpot_ms,
+    )
+    folder = _new_folder(out)
+    names = [name.strip() for name in against.split(",") if name.strip()]
+    find_published(names)
+    check_workload(workload, 0)
+    server = _connect(base_url, env_file)
+    check_workload(workload, server.max_model_len)
+    order = _order(workload, server, label=label or folder.name, card=card, server_log=server_log, plan=plan)
+    _measure(order, folder, names)
+
+
+@group.command()
+def compare(
+    first: Path = typer.Argument(help="result.json, or the folder it is in: the baseline."),
+    second: Path = typer.Argument(help="result.json, or the folder it is in: what is compared with it."),
+    out: Path | None = typer.Option(None, help="Folder for a page and a chart."),
+) -> None:
+    """Ratios of two runs with equal settings; refuses others and names what differs."""
+    from rich.table import Table
+
+    from qwen_nvfp4_serve.bench.compare import compare as compare_results
+    from qwen_nvfp4_serve.bench.compare import comparison_markdown, differences, draw_comparison
+    from qwen_nvfp4_serve.bench.result import read_result
+    from qwen_nvfp4_serve.bench.rows import cell
+
+    one, other = read_result(first), read_result(second)
+    found = compare_results(one, other)
+    console = _console()
+    for name, here, there in differences(one, other):
+        console.print(f"{name} differs: {here} and {there}", markup=False)
+    table = Table("test", one.label, other.label, "ratio", "")
+    for row in found:
+        ratio = f"{row.ratio:.3f} ± {row.ratio_std:.3f}"
+        table.add_row(row.name, cell(row.first), cell(row.second), ratio, row.verdict)
+    console.print(table)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        draw_comparison(one, other, found, out)
+        (out / PAGE).write_text(comparison_markdown(one, other, found), encoding="utf-8")
+        console.print(f"wrote {out / PAGE}", markup=False)
+
+
+@group.command()
+def report(
+    result: Path = typer.Argument(help="result.json, or the folder it is in."),
+    out: Path | None = typer.Option(None, help="Folder to write to; by default the one of the result."),
+    against: str = typer.Option("", help="Published figures to draw beside."),
+) -> None:
+    """Make the page and the charts of a run again, from its data alone."""
+    from qwen_nvfp4_serve.bench.result import read_result
+
+    names = [name.strip() for name in against.split(",") if name.strip()]
+    folder = out or (result if result.is_dir() else result.parent)
+    _write_page(read_result(result), folder, names, _console())
+
+
+@group.command()
+def schema() -> None:
+    """Print the JSON Schema of result.json."""
+    from qwen_nvfp4_serve.bench.result import result_schema
+
+    typer.echo(json.dumps(result_schema(), indent=1))
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise UsageError(option, seen=repr(text), expected="numbers with commas between") from None
+
+
+def _new_folder(out: Path | None) -> Path:
+    if out is None:
+        raise UsageError("--out", seen="nothing", expected="a folder for the result", do="Add --out DIR.")
+    if (out / RESULT).exists():
+        raise UsageError(f"--out {out}", seen=f"a {RESULT}", expected="a folder without one", do="Name another folder.")
+    return out
+
+
+def _connect(base_url: str, env_file: Path) -> Server:
+    from qwen_nvfp4_serve.settings import load_settings
+    from qwen_nvfp4_serve.smoke import connect
+
+    settings = load_settings(env_file).settings
+    key = settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
+    return connect(base_url or f"http://127.0.0.1:{settings.port}/v1", key)
+
+
+def _order(
+    workload: Workload, server: Server, *, label: str, card: str | None, server_log: Path | None, plan: Path | None
+) -> Order:
+    from qwen_nvfp4_serve.bench.runner import Order
+    from qwen_nvfp4_serve.bench.server import describe_server
+
+    return Order(
+        workload=workload,
+        server=describe_server(server, log=server_log, plan=plan),
+        api_key=server.api_key,
+        nonce=secrets.token_hex(8),
+        label=label,
+        remote=urlsplit(server.base_url).hostname not in LOOPBACK,
+        card_name=card,
+    )
+
+
+def _measure(order: Order, folder: Path, against: list[str]) -> None:
+    from qwen_nvfp4_serve.bench.result import write_result
+
+    console = _console()
+    result = _run(order)
+    file = folder / (RESULT if result.complete else INTERRUPTED)
+    write_result(file, result)
+    _show(result, console)
+    console.print(f"wrote {file}", markup=False)
+    if not result.complete:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    _write_page(result, folder, against, console)
+    raise typer.Exit(EXIT_FAILED if result.failure_counts() else 0)
+
+
+def _run(order: Order) -> Result:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from qwen_nvfp4_serve.bench.runner import Step, run_bench
+
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def observe(step: Step) -> None:
+            failed = f"  [red]{step.failures} failed[/]" if step.failures else ""
+            progress.update(task, total=step.total, completed=step.done, description=step.doing + failed)
+
+        return run_bench(order, observe)
+
+
+def _write_page(result: Result, folder: Path, names: list[str], console: Console) -> None:
+    """Charts and page. Without matplotlib the page is made without charts, and one line says so."""
+    from qwen_nvfp4_serve.bench.charts import draw_charts
+    from qwen_nvfp4_serve.bench.published import find_published
+    from qwen_nvfp4_serve.bench.report import markdown
+
+    against = find_published(names)
+    charts: tuple[Path, ...] = ()
+    try:
+        charts = draw_charts(result, folder, against)
+    except QwenNvfp4Error as error:
+        console.print(f"WARNING: {error}", markup=False)
+    (folder / PAGE).write_text(markdown(result, charts, against), encoding="utf-8")
+    console.print(f"wrote {folder / PAGE} and {len(charts)} charts", markup=False)
+
+
+def _show(result: Result, console: Console) -> None:
+    from rich.table import Table
+
+    from qwen_nvfp4_serve.bench.rows import HEADERS, table_rows
+
+    table = Table(title=f"{result.label}: {result.server.model} on {result.card}")
+    for index, header in enumerate(HEADERS):
+        table.add_column(header, justify="right" if index else "left", no_wrap=True)
+    for row in table_rows(result):
+        table.add_row(row.test, *row.cells, style="red" if row.failed else None)
+    console.print(table)
+    for kind, count in result.failure_counts().items():
+        console.print(f"{count} requests failed: {kind}", style="red", markup=False)
+    for case in result.cases:
+        if case.goodput is not None:
+            seen = case.goodput
+            name = f"{case.case.prefill}, {case.case.decode}"
+            console.print(
+                f"goodput of {name}: {seen.good}/{seen.requests}, {seen.good_requests_per_s:.2f} requests/s",
+                markup=False,
+            )
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, soft_wrap=True)

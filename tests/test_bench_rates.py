@@ -1,0 +1,159 @@
+"""The benchmark against a scripted server: its rates are the server's, and everything that fails is counted as that."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+from tests.bench_stand_in import MAX_MODEL_LEN, Script, scripted
+
+from qwen_nvfp4_serve.bench.result import CaseResult, Result
+from qwen_nvfp4_serve.bench.runner import Order, Step, run_bench
+from qwen_nvfp4_serve.bench.server import describe_server
+from qwen_nvfp4_serve.bench.workload import Workload
+from qwen_nvfp4_serve.smoke import connect
+
+QUICK = {"prompts": (40,), "generates": (64,), "runs": 2, "warmup_runs": 0}
+
+
+def bench(script: Script, *, nonce: str = "n", **settings: object) -> Result:
+    workload = Workload(**(QUICK | settings))  # type: ignore[arg-type]
+    with scripted(script) as url:
+        server = describe_server(connect(url, None), log=None, plan=None)
+        order = Order(workload=workload, server=server, api_key=None, nonce=nonce, label="test", remote=False)
+        return run_bench(order, lambda _: None)
+
+
+def only(result: Result) -> CaseResult:
+    (case,) = result.cases
+    return case
+
+
+@pytest.mark.parametrize("counts", [True, False], ids=["running count", "usage at the end"])
+@pytest.mark.parametrize("bundle", [1, 4])
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_decode_rate_is_the_servers_within_two_percent(endpoint: str, bundle: int, counts: bool) -> None:
+    script = Script(bundles=(bundle,), counts=counts)
+    seen = only(bench(script, endpoint=endpoint, runs=3)).metrics.decode_request
+    assert seen is not None
+    assert seen.median == pytest.approx(statistics.median(script.true_rates), rel=0.02)
+
+
+def test_decode_rate_uneven_bundles_with_running_count_is_exact() -> None:
+    script = Script(bundles=(7, 1, 2))
+    seen = only(bench(script, runs=3)).metrics.decode_request
+    assert seen is not None
+    assert seen.median == pytest.approx(statistics.median(script.true_rates), rel=0.02)
+
+
+def test_decode_rate_of_four_streams_is_four_times_one() -> None:
+    script = Script(tokens_per_s=200)
+    metrics = only(bench(script, concurrencies=(4,))).metrics
+    assert metrics.decode_total is not None
+    assert metrics.decode_request is not None
+    assert metrics.decode_total.median == pytest.approx(4 * statistics.median(script.true_rates), rel=0.1)
+    assert metrics.decode_request.median == pytest.approx(statistics.median(script.true_rates), rel=0.02)
+
+
+def test_prefill_rate_counts_the_whole_prompt_over_its_time() -> None:
+    script = Script(prefill_s=0.2)
+    metrics = only(bench(script, prompts=(400,), latency_mode="none")).metrics
+    assert metrics.prefill_total is not None
+    assert metrics.prefill_total.median == pytest.approx(400 / 0.2, rel=0.1)
+
+
+@pytest.mark.parametrize("has_tokenize", [True, False])
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("depth", [0, 100])
+def test_prompts_are_exactly_as_long_as_asked(depth: int, endpoint: str, has_tokenize: bool) -> None:
+    script = Script(has_tokenize=has_tokenize, tokens_per_s=4000, dear_words=True)
+    result = bench(script, endpoint=endpoint, depths=(depth,), prompts=(40, 77), generates=(4,))
+    assert result.counted_by == ("tokenize" if has_tokenize else "usage")
+    for case in result.cases:
+        asked = depth + case.case.prompt
+        assert {sample.prompt_tokens for batch in case.batches for sample in batch.samples} == {asked}
+
+
+def test_prompts_begin_differently_in_every_request_and_every_run_of_the_command() -> None:
+    script = Script(tokens_per_s=4000)
+    settings = {"generates": (4,), "concurrencies": (2,), "runs": 3}
+    bench(script, nonce="first", **settings)
+    bench(script, nonce="second", **settings)
+    beginnings = {" ".join(body["prompt"].split()[:9]) for body in script.bodies}
+    assert len(beginnings) == len(script.bodies) == 12
+
+
+def test_prompts_with_equal_seed_and_nonce_are_equal() -> None:
+    first, second = Script(tokens_per_s=4000), Script(tokens_per_s=4000)
+    for script in (first, second):
+        bench(script, generates=(4,))
+    assert [body["prompt"] for body in first.bodies] == [body["prompt"] for body in second.bodies]
+
+
+def test_prompts_reused_are_equal_in_every_run() -> None:
+    script = Script(tokens_per_s=4000)
+    bench(script, generates=(4,), runs=3, reuse_prompts=True)
+    assert len({body["prompt"] for body in script.bodies}) == 1
+
+
+def test_cached_context_is_sent_first_and_not_counted_as_prefilled() -> None:
+    script = Script(tokens_per_s=4000, prefill_s=0.1)
+    result = bench(script, depths=(200,), cached_context=True, generates=(8,), latency_mode="none", runs=1)
+    load, request = result.cases
+    assert [load.case.prefill, request.case.prefill] == ["ctx_pp @ d200 (c1)", "pp40 @ d200 (c1)"]
+    assert script.bodies[1]["prompt"].startswith(script.bodies[0]["prompt"])
+    assert load.metrics.prefill_total is not None
+    assert request.metrics.prefill_total is not None
+    assert load.metrics.prefill_total.median == pytest.approx(200 / 0.1, rel=0.2)
+    assert request.metrics.prefill_total.median == pytest.approx(40 / 0.1, rel=0.2)
+
+
+@pytest.mark.parametrize("kind", ["http", "error event", "dropped", "bad event", "no usage", "timeout"])
+def test_failure_is_counted_by_kind_and_left_out_of_the_rates(kind: str) -> None:
+    script = Script(faults={1: kind})
+    case = only(bench(script, runs=3, timeout_s=0.8))
+    assert [failure.kind for failure in case.failures] == [kind]
+    assert case.requests == 3
+    assert case.metrics.decode_request is not None
+    assert len(case.metrics.decode_request.values) == 2
+
+
+def test_failure_of_a_server_that_ends_a_stream_early_is_dropped() -> None:
+    script = Script(faults={0: "ends early"})
+    (failure,) = only(bench(script, runs=1)).failures
+    assert failure.kind == "dropped"
+    assert "[DONE]" in failure.detail
+
+
+def test_failure_in_warm_up_is_kept_apart() -> None:
+    script = Script(faults={0: "http"}, tokens_per_s=4000)
+    case = only(bench(script, warmup_runs=1, runs=1))
+    assert [failure.kind for failure in case.warmup_failures] == ["http"]
+    assert case.failures == ()
+
+
+def test_goodput_slow_and_failed_requests_are_not_good() -> None:
+    script = Script(faults={0: "http"}, prefill_s=0.05)
+    quick = only(bench(script, runs=4, ttft_limit_ms=1000.0, tpot_limit_ms=100.0)).goodput
+    assert quick is not None
+    assert (quick.good, quick.requests) == (3, 4)
+    slow = only(bench(Script(prefill_s=0.05), ttft_limit_ms=40.0)).goodput
+    assert slow is not None
+    assert (slow.good, slow.requests) == (0, 2)
+
+
+def test_progress_counts_every_batch() -> None:
+    steps: list[Step] = []
+    workload = Workload(prompts=(40,), generates=(4,), depths=(0, 64), runs=2, warmup_runs=1, cached_context=True)
+    with scripted(Script(tokens_per_s=4000)) as url:
+        server = describe_server(connect(url, None), log=None, plan=None)
+        order = Order(workload=workload, server=server, api_key=None, nonce="n", label="test", remote=False)
+        run_bench(order, steps.append)
+    assert steps[-1].done == steps[-1].total == 3 + 2 * 3
+    assert sorted(step.done for step in steps) == [step.done for step in steps]
+
+
+def test_server_facts_are_what_it_says() -> None:
+    facts = bench(Script(tokens_per_s=4000), generates=(4,), runs=1).server
+    assert (facts.vllm, facts.max_model_len, facts.model) == ("9.9", MAX_MODEL_LEN, "m")
+    assert facts.cache == {"block_size": "16", "cache_dtype": "fp8", "enable_prefix_caching": "True"}
