@@ -1,4 +1,4 @@
-"""y = x W^T for NVFP4 weights, from one copy of them: a kernel of our own up to SMALL_M tokens, the vendor GEMM beyond.
+"""y = x W^T for NVFP4 weights, from one copy of them: a kernel of our own up to 64 tokens, the vendor GEMM beyond.
 
 The op is `torch.ops.qwen_nvfp4.linear`; `prepare_weight` brings a checkpoint's tensors into its form.
 """
@@ -17,9 +17,10 @@ from qwen_nvfp4_serve.kernels.nvfp4_linear import launch
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (12, 0), (12, 1))
 K_MULTIPLE = 128
 N_LIMIT = 128 * 2**14
-# Tokens of one small-M launch, and up to how many tokens several such launches beat dequantizing.
+# Tokens the kernel takes. Beyond them the vendor GEMM serves: measured on an H200, two launches lose to it from 128 on.
 KERNEL_TOKENS = 64
-SMALL_M = 256
+# Where a fused projection may begin: bf16 GEMMs want 16-byte aligned operands, and are several times slower without.
+SHARD_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,17 @@ def prepare_weight(
     """Checkpoint tensors as the op takes them; nothing is copied but the scales.
 
     packed: uint8 [N, K/2], contiguous. block_scale: float8_e4m3fn [N, K/16], not swizzled. shard_rows: rows of each
-    fused projection, N in all. shard_scales: each one's global multiplier. Raises UsageError where these do not fit.
+    fused projection, N in all, each from a multiple of 8 on. shard_scales: each one's global multiplier.
+    Raises UsageError where these do not fit together.
     """
     n = packed.shape[0]
     if sum(shard_rows) != n or len(shard_rows) != len(shard_scales):
         raise UsageError("rows of the fused projections", seen=str(tuple(shard_rows)), expected=f"{n} rows in all")
+    starts = [sum(shard_rows[:i]) for i in range(len(shard_rows))]
+    if any(start % SHARD_MULTIPLE for start in starts):
+        raise UsageError(
+            "first rows of the fused projections", seen=str(starts), expected=f"multiples of {SHARD_MULTIPLE}"
+        )
     scale = torch.tensor(list(shard_scales), dtype=torch.float32, device=packed.device)
     row_scale = scale.repeat_interleave(torch.tensor(list(shard_rows), device=packed.device))
     return LinearWeight(packed, swizzle_scales(block_scale), row_scale, tuple(shard_rows), tuple(shard_scales))
@@ -86,14 +93,12 @@ def _linear(  # noqa: PLR0917
     if tokens.stride(-1) != 1 or tokens.stride(0) % 8 or tokens.data_ptr() % 16:
         tokens = tokens.contiguous()
     y = torch.empty((tokens.shape[0], n), dtype=x.dtype, device=x.device)
-    if tokens.shape[0] <= SMALL_M:
-        for first in range(0, tokens.shape[0], KERNEL_TOKENS):
-            part = slice(first, first + KERNEL_TOKENS)
-            launch.small_m(tokens[part], packed, scales, row_scale, bias, y[part])
+    if tokens.shape[0] == 0:
+        return y.view(*x.shape[:-1], n)
+    if tokens.shape[0] <= KERNEL_TOKENS:
+        launch.small_m(tokens, packed, scales, row_scale, bias, y)
     else:
-        launch.large_m(tokens, packed, scales, row_scale, list(zip(shard_rows, shard_scales, strict=True)), y)
-        if bias is not None:
-            y += bias
+        launch.large_m(tokens, packed, scales, bias, list(zip(shard_rows, shard_scales, strict=True)), y)
     return y.view(*x.shape[:-1], n)
 
 

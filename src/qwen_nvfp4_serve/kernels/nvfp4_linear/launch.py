@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
 
@@ -15,8 +14,6 @@ from qwen_nvfp4_serve.kernels.nvfp4_linear import binding
 # Bound on the bf16 copy of weight rows that a large-M call works through.
 DEQUANTIZED_BYTES = 128 * 2**20
 ROW_TILE = 128
-# cuBLAS takes its fast bf16 kernels for 16-byte aligned operands: 8 elements.
-GEMM_ROW_MULTIPLE = 8
 
 # One set per device and stream: calls on one stream follow each other, calls on two may not share memory.
 _partials: dict[tuple[int, int], torch.Tensor] = {}
@@ -79,34 +76,31 @@ def large_m(  # noqa: PLR0917
     x: torch.Tensor,
     packed: torch.Tensor,
     scales: torch.Tensor,
-    row_scale: torch.Tensor,
+    bias: torch.Tensor | None,
     shards: Sequence[tuple[int, float]],
     y: torch.Tensor,
 ) -> None:
     """Fills y [M, N] through the bf16 workspace, a bounded number of weight rows at a time.
 
-    shards: rows and global scale of each, the same as row_scale. Where they begin at multiples of 8 rows the scale is
-    the GEMM's alpha and every output is rounded once; otherwise the GEMM would run misaligned, so the rows are scaled
-    after it and rounded twice. Sums are kept in float32 whatever torch's setting for bf16 reductions.
+    shards: rows and global scale of each. The scale is the GEMM's alpha and the bias its addend, so every output is
+    rounded once. Sums are kept in float32 whatever torch's setting for bf16 reductions.
     """
     n, k = packed.shape[0], x.shape[1]
     workspace = _dequantized_workspace(x.device)
     capacity = max(workspace.numel() // k // ROW_TILE, 1) * ROW_TILE
-    starts = list(accumulate((count for count, _ in shards), initial=0))
-    aligned = all(start % GEMM_ROW_MULTIPLE == 0 for start in starts[:-1])
-    pieces = [(b, b + c, s) for b, (c, s) in zip(starts, shards, strict=False)] if aligned else [(0, n, 1.0)]
     with _float32_sums():
         for first in range(0, n, capacity):
             stop = min(n, first + capacity)
             rows = workspace[: (stop - first) * k].view(stop - first, k)
             dequantize_rows(packed, scales, first, rows)
-            for begin, end, scale in pieces:
-                low, high = max(begin, first), min(end, stop)
+            begin = 0
+            for count, scale in shards:
+                low, high = max(begin, first), min(begin + count, stop)
+                begin += count
                 if low < high:
-                    out = y[:, low:high]
-                    torch.addmm(out, x, rows[low - first : high - first].T, beta=0, alpha=scale, out=out)
-    if not aligned:
-        y *= row_scale
+                    out, weight = y[:, low:high], rows[low - first : high - first].T
+                    addend, beta = (out, 0) if bias is None else (bias[low:high], 1)
+                    torch.addmm(addend, x, weight, beta=beta, alpha=scale, out=out)
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def _paths_us(weights: Sequence[nvfp4_linear.LinearWeight], x: torch.Tensor, cal
 
     def dequantized(w: nvfp4_linear.LinearWeight) -> None:
         shards = list(zip(w.shard_rows, w.shard_scales, strict=True))
-        launch.large_m(x, w.packed, w.scales, w.row_scale, shards, y)
+        launch.large_m(x, w.packed, w.scales, None, shards, y)
 
     result = {"launches": over(weights, calls, launches)} if x.shape[0] <= MANY_LAUNCHES_TOKENS else {}
     bound = launch.DEQUANTIZED_BYTES

@@ -7,12 +7,8 @@
 #include "linear.h"
 
 #if !defined(NVFP4_VARIANTS)
-// Parts, tiles, warps, steps in a stage, CTAs per multiprocessor.
-#define NVFP4_VARIANTS variant<2, 1, 8, 4, 2>(), variant<1, 1, 8, 4, 2>(), variant<1, 2, 8, 2, 2>(), variant<1, 4, 12, 2, 1>(), variant<1, 8, 8, 2, 1>()
-#endif
-
-#ifndef NVFP4_AHEAD_TILES
-#define NVFP4_AHEAD_TILES 4
+// Parts, tiles, warps, steps in a stage, CTAs per multiprocessor. Chosen from all that were measured: docs/kernels.md.
+#define NVFP4_VARIANTS variant<2, 1, 8, 4, 2>(), variant<1, 1, 8, 4, 2>(), variant<1, 2, 8, 2, 2>(), variant<1, 4, 12, 2, 1>(), variant<1, 6, 8, 2, 1>(), variant<1, 8, 8, 2, 1>()
 #endif
 
 #include <cuda_bf16.h>
@@ -77,8 +73,6 @@ struct Shape {
     static constexpr int stage_chunks = StageSteps * step_chunks * tokens;  // of 8 activations, 16 bytes
     static constexpr int shared_bytes = 2 * stage_chunks * 16;
     static constexpr int slot_floats = threads * 8 * Tiles;
-    // Steps brought to L2 ahead of their loads. Few warps need it; many keep memory busy by themselves, and lose by it.
-    static constexpr int lines_ahead = Tiles >= NVFP4_AHEAD_TILES ? 4 : 0;
 };
 
 // A warp's weights and scales of one step.
@@ -92,8 +86,6 @@ template <class S>
 struct WeightCursor {
     const uint8_t* row[4];
     const uint8_t* scale;
-    const uint8_t* row_line;    // this lane's share of two steps in lines of L2: one of weights,
-    const uint8_t* scale_line;  // and, in the first lanes, one of scales
 
     __device__ void seek(const Params& p, int block, int step) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -103,20 +95,6 @@ struct WeightCursor {
 #pragma unroll
         for (int q = 0; q < 4; ++q) row[q] = p.packed + (int64_t(min(row_of<S::parts>(w, g, q), p.n - 1)) * p.k + column) / 2;
         scale = p.scales + scale_offset<S::parts>(w, p.group_tiles, step, g, t);
-        if (S::lines_ahead == 0) return;
-        // Two steps are 32 / P rows of 128 P bytes, and 4 P scale tiles of which a warp uses 128 / P bytes.
-        const int lane = threadIdx.x % 32, line_row = lane / S::parts, per_quarter = 8 / S::parts;
-        const int r = min(row_of<S::parts>(w, line_row % per_quarter * S::parts, line_row / per_quarter), p.n - 1);
-        row_line = p.packed + int64_t(r) * (p.k / 2) + step * S::step_bytes + lane % S::parts * 128;
-        scale_line = p.scales + scale_offset<S::parts>(w, p.group_tiles, step, 0, 0) + lane % (4 * S::parts) * kTileBytes;
-    }
-
-    // Brings two steps to L2.
-    __device__ __forceinline__ void prefetch(int ahead) const {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(row_line + ahead * S::step_bytes));
-        if (threadIdx.x % 32 < 4 * S::parts) {
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(scale_line + ahead * (S::step_columns / 64 * kTileBytes)));
-        }
     }
 
     __device__ __forceinline__ void load(Fragment& f, int ahead) const {
@@ -129,9 +107,6 @@ struct WeightCursor {
 #pragma unroll
         for (int q = 0; q < 4; ++q) row[q] += by * S::step_bytes;
         scale += by * (S::step_columns / 64 * kTileBytes);
-        if (S::lines_ahead == 0) return;
-        row_line += by * S::step_bytes;
-        scale_line += by * (S::step_columns / 64 * kTileBytes);
     }
 };
 
@@ -326,9 +301,6 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
                 cursor.load(f, 0);
             };
             if (run == StageSteps) {
-                if (S::lines_ahead > 0 && step + S::lines_ahead + StageSteps <= p.steps && (StageSteps > 1 || step % 2 == 0)) {
-                    for (int i = 0; i < StageSteps; i += 2) cursor.prefetch(S::lines_ahead + i);
-                }
                 Fragment other;
 #pragma unroll
                 for (int i = 0; i < StageSteps; ++i) {
