@@ -138,7 +138,7 @@ def serve(files: Mapping[str, bytes]) -> Iterator[Hub]:
     hub = Hub(files)
     server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     try:
         yield hub

@@ -213,6 +213,12 @@ def test_fetch_nobody_listening_is_one_line(tmp_path: Path, hub: Hub, monkeypatc
         get(tmp_path)
 
 
+def test_fetch_cache_that_cannot_be_a_folder_is_one_line(tmp_path: Path, hub: Hub) -> None:
+    (tmp_path / "hub").write_text("in the way")
+    with pytest.raises(QwenNvfp4Error, match="cannot be used"):
+        get(tmp_path / "hub")
+
+
 def test_fetch_disk_that_is_too_small_is_refused_before_the_first_byte(
     tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen_nvfp4_serve.errors import UsageError
@@ -298,6 +298,7 @@ def requests(draw: st.DrawFn) -> PlanRequest:
     return PlanRequest(model=PlanModel.from_row(row, dims), gpu=gpu, free_bytes=free, **draw(SETTINGS))
 
 
+@settings(deadline=None)
 @given(requests())
 def test_plan_pool_never_exceeds_the_memory_given(wanted: PlanRequest) -> None:
     planned = plan(wanted)
@@ -310,6 +311,7 @@ def test_plan_pool_never_exceeds_the_memory_given(wanted: PlanRequest) -> None:
         assert planned.bytes.fixed + planned.pool_bytes <= (wanted.free_bytes or 0)
 
 
+@settings(deadline=None)
 @given(requests(), st.data())
 def test_plan_that_fits_stays_fitting_with_less_context(wanted: PlanRequest, data: st.DataObject) -> None:
     planned = plan(wanted)

@@ -64,11 +64,30 @@ def fetch(
     thread. Raises QwenNvfp4Error for a full disk, damage, no access or no network, UsageError for a wrong name.
     """
     store = cache / f"models--{name.replace('/', '--')}"
+    try:
+        return _fetch(
+            name, store, revision, token=token, offline=offline, on_progress=on_progress, interval_s=interval_s
+        )
+    except OSError as error:
+        do = "Check owner and mode of the folder, or set HF_HOME to another one."
+        raise QwenNvfp4Error(f"{cache} cannot be used", seen=error.strerror or str(error), do=do) from None
+
+
+def _fetch(
+    name: str,
+    store: Path,
+    revision: str | None,
+    *,
+    token: str | None,
+    offline: bool,
+    on_progress: Callable[[Progress], None] | None,
+    interval_s: float,
+) -> Fetched:
     local = _complete_snapshot(store, revision)
     if local is not None and (offline or _is_commit(revision)):
         return Fetched(folder=local, commit=local.name)
     if offline:
-        what = f"{name} is not complete in {cache}"
+        what = f"{name} is not complete in {store.parent}"
         raise QwenNvfp4Error(what, seen="offline mode", do="Unset HF_HUB_OFFLINE once, or run qwen-nvfp4 fetch.")
     try:
         repo = find_repo(name, revision, token=token)

@@ -43,8 +43,8 @@ def capture_sizes(seqs: int, drafts: int, *, most: int = 512) -> int:
 
 
 def graph_bytes(request: PlanRequest, seqs: int) -> int:
-    """Estimate of the CUDA graphs' memory; 0 when they are off."""
-    if request.eager:
+    """Estimate of the CUDA graphs' memory; 0 when they are off, and on the CPU backend."""
+    if request.eager or request.attention_backend == "cpu":
         return 0
     sizes = capture_sizes(seqs, request.speculative_tokens)
     return GRAPH_BASE_BYTES + sizes * request.model.dims.layers * GRAPH_BYTES_PER_LAYER_AND_SIZE
@@ -53,7 +53,8 @@ def graph_bytes(request: PlanRequest, seqs: int) -> int:
 def workspaces(request: PlanRequest, layout: CacheLayout, seqs: int, batched_tokens: int) -> tuple[Workspace, ...]:
     """The working memory by name, largest use first come; every part is at least 0 bytes."""
     dims, cards = request.model.dims, request.tensor_parallel
-    parts = [("CUDA context", CONTEXT_BYTES + (NCCL_BYTES if cards > 1 else 0))]
+    on_card = request.attention_backend != "cpu"
+    parts = [("CUDA context", CONTEXT_BYTES + (NCCL_BYTES if cards > 1 else 0))] if on_card else []
     if request.attention_backend == "flashinfer":
         elements = batched_tokens * dims.q_heads // cards * dims.head_dim
         parts.append(("FlashInfer", max(FLASHINFER_WORKSPACE_BYTES, elements * FLASHINFER_BYTES_PER_ELEMENT)))
