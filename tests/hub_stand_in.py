@@ -23,8 +23,8 @@ CHUNK_BYTES = 16 * 1024
 class Hub:
     """What is served and how. status: an error to answer with; token: the only one accepted; chunk_delay_s: slowness.
 
-    cut_after_bytes: each response breaks off after so many bytes; ranges: honour Range; damage: flip the last byte.
-    log: method, path and range of each request.
+    cut_after_bytes: each response breaks off after so many bytes; ranges: honour Range; damage: flip the last byte;
+    listings: offer the tree of files. log: method, path and range of each request.
     """
 
     files: Mapping[str, bytes]
@@ -35,6 +35,7 @@ class Hub:
     cut_after_bytes: int | None = None
     ranges: bool = True
     damage: bool = False
+    listings: bool = True
     log: list[tuple[str, str, str | None]] = field(default_factory=list)
     url: str = ""
 
@@ -44,14 +45,21 @@ class Hub:
         return [path for _, path, _ in self.log if "/resolve/" in path]
 
 
-def _siblings(hub: Hub) -> list[dict[str, object]]:
+def _identity(data: bytes) -> str:
+    """What a hub calls a content: SHA-256 of a large one, git's SHA-1 of a small one."""
+    if len(data) > LARGE_BYTES:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def _tree(hub: Hub) -> list[dict[str, object]]:
     entries = []
     for name, data in hub.files.items():
-        git_id = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-        entry: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": git_id}
+        entry: dict[str, object] = {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
         if len(data) > LARGE_BYTES:
-            sha256 = hashlib.sha256(data).hexdigest()
-            entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 134}
+            entry["lfs"] = {"oid": _identity(data), "size": len(data), "pointerSize": 134}
+        else:
+            entry["oid"] = _identity(data)
         entries.append(entry)
     return entries
 
@@ -79,8 +87,11 @@ class _Handler(BaseHTTPRequestHandler):
             if match[1] not in (None, "main", COMMIT):
                 self._error(404, "RevisionNotFound")
                 return
-            text = json.dumps({"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": _siblings(hub)}).encode()
+            siblings = [{"rfilename": name} for name in hub.files]
+            text = json.dumps({"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": siblings}).encode()
             self._send(text, {"Content-Type": "application/json"}, body=body)
+        elif hub.listings and path == f"/api/models/{REPO}/tree/{COMMIT}":
+            self._send(json.dumps(_tree(hub)).encode(), {"Content-Type": "application/json"}, body=body)
         elif match := re.fullmatch(rf"/{REPO}/resolve/(?:main|{COMMIT})/(.+)", path):
             if match[1] in hub.files:
                 self._send_file(hub.files[match[1]], body=body)
@@ -97,15 +108,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _send_file(self, data: bytes, *, body: bool) -> None:
+        tag = {"ETag": f'"{_identity(data)}"', "X-Repo-Commit": COMMIT}
         if self.hub.damage:
             data = data[:-1] + bytes([data[-1] ^ 1])
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         if wanted is None or not self.hub.ranges:
-            self._send(data, {"X-Repo-Commit": COMMIT}, body=body)
+            self._send(data, tag, body=body)
             return
         first, last = int(wanted[1]), int(wanted[2] or len(data) - 1)
         part = data[first : last + 1]
-        headers = {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(data)}", "X-Repo-Commit": COMMIT}
+        headers = {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(data)}", **tag}
         self._send(part, headers, body=body, status=206)
 
     def _send(self, data: bytes, headers: Mapping[str, str], *, body: bool, status: int = 200) -> None:

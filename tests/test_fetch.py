@@ -103,6 +103,14 @@ def test_fetch_result_is_what_the_library_finds_offline(tmp_path: Path, hub: Hub
     assert Path(library) == found.folder
 
 
+def test_fetch_from_a_mirror_without_listings(tmp_path: Path, hub: Hub, files: dict[str, bytes]) -> None:
+    hub.listings = False
+    found = get(tmp_path)
+    assert same(found.folder, files)
+    library = huggingface_hub.snapshot_download(REPO, cache_dir=tmp_path, local_files_only=True)
+    assert Path(library) == found.folder
+
+
 def test_fetch_again_downloads_nothing(tmp_path: Path, hub: Hub) -> None:
     get(tmp_path)
     hub.log.clear()

@@ -19,12 +19,12 @@ from qwen_nvfp4_serve.blobs import Blob, Meter, download_blob, partial_bytes
 from qwen_nvfp4_serve.checkpoint.check_files import check_files
 from qwen_nvfp4_serve.checkpoint.source import open_folder
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
-from qwen_nvfp4_serve.hub import HubUnreachableError, Repo, find_repo
+from qwen_nvfp4_serve.hub import HubUnreachableError, Repo, find_repo, is_commit
 from qwen_nvfp4_serve.units import MIB, gib
 
 # What a server reads; other formats of the same weights and code are left on the hub.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-DISK_MARGIN_BYTES = 256 * MIB
+DISK_MARGIN_BYTES = 16 * MIB  # for what a file system needs beside the data
 WORKERS = 4
 
 
@@ -84,7 +84,7 @@ def _fetch(
     interval_s: float,
 ) -> Fetched:
     local = _complete_snapshot(store, revision)
-    if local is not None and (offline or _is_commit(revision)):
+    if local is not None and (offline or is_commit(revision)):
         return Fetched(folder=local, commit=local.name)
     if offline:
         what = f"{name} is not complete in {store.parent}"
@@ -112,10 +112,6 @@ def missing_bytes(name: str, *, cache: Path, revision: str | None = None, token:
     return sum(blob.size_bytes - partial_bytes(blob) for blob in blobs.values() if not blob.path.exists())
 
 
-def _is_commit(revision: str | None) -> bool:
-    return revision is not None and len(revision) == 40 and all(digit in "0123456789abcdef" for digit in revision)
-
-
 def _wanted(repo: Repo, store: Path) -> dict[str, Blob]:
     chosen = [file for file in repo.files.values() if any(fnmatch(file.name, pattern) for pattern in WANTED)]
     for file in chosen:
@@ -124,13 +120,11 @@ def _wanted(repo: Repo, store: Path) -> dict[str, Blob]:
     return {
         file.name: Blob(
             file=file.name,
-            path=store / "blobs" / (file.sha256 or file.git_id or ""),
+            path=store / "blobs" / file.blob,
             size_bytes=file.size_bytes,
             sha256=file.sha256,
-            git_id=file.git_id,
         )
         for file in chosen
-        if file.sha256 or file.git_id
     }
 
 
@@ -203,7 +197,7 @@ def _link(repo: Repo, store: Path, blobs: Mapping[str, Blob], revision: str | No
         spare.symlink_to(target)
         spare.replace(link)
     ref = revision or "main"
-    if not _is_commit(ref):
+    if not is_commit(ref):
         path = store / "refs" / ref
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(repo.commit)
@@ -213,7 +207,7 @@ def _link(repo: Repo, store: Path, blobs: Mapping[str, Blob], revision: str | No
 def _complete_snapshot(store: Path, revision: str | None) -> Path | None:
     """The folder of `revision` when it holds every shard, whole; None otherwise."""
     ref = store / "refs" / (revision or "main")
-    commit = revision if _is_commit(revision) else ref.read_text().strip() if ref.is_file() else None
+    commit = revision if is_commit(revision) else ref.read_text().strip() if ref.is_file() else None
     folder = store / "snapshots" / commit if commit else None
     if folder is None or not (folder / "config.json").is_file():
         return None

@@ -5,6 +5,7 @@ The endpoint, the cache folder and a saved token are huggingface_hub's own setti
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -40,12 +41,12 @@ class HubUnreachableError(QwenNvfp4Error):
 
 @dataclass(frozen=True, slots=True)
 class RepoFile:
-    """A file of a repository. sha256: of large files, None for those that git itself holds; git_id: SHA-1 of a blob."""
+    """A file of a repository. blob: the name of its content in the cache; sha256: known for large files, else None."""
 
     name: str
     size_bytes: int
+    blob: str
     sha256: str | None
-    git_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +121,47 @@ def api(token: str | None = None) -> HfApi:
     return HfApi(token=token, library_name="qwen-nvfp4-serve")
 
 
+def is_commit(revision: str | None) -> bool:
+    """True for 40 hex digits, which name a commit for good."""
+    return revision is not None and re.fullmatch(r"[0-9a-f]{40}", revision) is not None
+
+
 def find_repo(name: str, revision: str | None = None, *, token: str | None = None) -> Repo:
     """The repository's files at `revision` (None: its main branch). Raises QwenNvfp4Error or UsageError."""
+    client = api(token)
     with plain_errors(name, revision, has_token=token is not None):
-        info = api(token).model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
-    files = {
-        entry.rfilename: RepoFile(
-            entry.rfilename,
-            entry.size or 0,
-            getattr(entry.lfs, "sha256", None) if entry.lfs else None,
-            entry.blob_id,
-        )
-        for entry in info.siblings or ()
-    }
-    if info.sha is None:
-        raise QwenNvfp4Error(f"{name}: the hub names no commit", do="Try again later.")
-    return Repo(name, info.sha, files)
+        commit = revision if is_commit(revision) else client.model_info(name, revision=revision or "main").sha
+        if commit is None:
+            raise QwenNvfp4Error(f"{name}: the hub names no commit", do="Try again later.")
+        files = _list_files(client, name, commit)
+    return Repo(name, commit, {file.name: file for file in files})
+
+
+def _list_files(client: HfApi, name: str, commit: str) -> list[RepoFile]:
+    from huggingface_hub import errors
+    from huggingface_hub.hf_api import RepoFile as Entry
+
+    try:
+        tree = [
+            entry for entry in client.list_repo_tree(name, recursive=True, revision=commit) if isinstance(entry, Entry)
+        ]
+    except (errors.EntryNotFoundError, errors.RepositoryNotFoundError):
+        # A mirror without listings: take the names from the repository's entry and ask for each file.
+        siblings = client.model_info(name, revision=commit).siblings or ()
+        with ThreadPoolExecutor(WORKERS) as pool:
+            return list(pool.map(lambda entry: _ask_for_file(client, name, commit, entry.rfilename), siblings))
+    hashes = {entry.path: entry.lfs.sha256 if entry.lfs else None for entry in tree}
+    return [RepoFile(e.path, e.size, hashes[e.path] or e.blob_id, hashes[e.path]) for e in tree]
+
+
+def _ask_for_file(client: HfApi, name: str, commit: str, file: str) -> RepoFile:
+    from huggingface_hub import get_hf_file_metadata
+
+    url = f"{client.endpoint}/{name}/resolve/{commit}/{quote(file)}"
+    found = get_hf_file_metadata(url, token=client.token)
+    if found.size is None or not found.etag or "/" in found.etag:
+        raise QwenNvfp4Error(f"{name}: the hub says neither size nor identity of {file}", do="Try again later.")
+    return RepoFile(file, found.size, found.etag, found.etag if re.fullmatch("[0-9a-f]{64}", found.etag) else None)
 
 
 def file_request(repo: Repo, name: str, token: str | None) -> tuple[str, dict[str, str]]:
