@@ -53,7 +53,16 @@ MOE = ModelConfig(name="moe", experts=16, experts_per_token=4, intermediate=64, 
 DENSE = ModelConfig(name="dense", intermediate=320, kv_heads=1)
 MODELS = {config.name: config for config in (MOE, DENSE)}
 TINY = ModelConfig(
-    name="tiny", layers=2, full_attention_interval=2, heads=1, kv_heads=1, linear_key_heads=1, linear_value_heads=1,
-    experts=4, experts_per_token=2, intermediate=64, shared_intermediate=64,
+    name="tiny",
+    layers=2,
+    full_attention_interval=2,
+    heads=1,
+    kv_heads=1,
+    linear_key_heads=1,
+    linear_value_heads=1,
+    experts=4,
+    experts_per_token=2,
+    intermediate=64,
+    shared_intermediate=64,
 )
 MODELS |= {TINY.name: TINY}

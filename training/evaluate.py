@@ -54,11 +54,16 @@ def prepare(count: int, rows: int, length: int, seed: int = 20260101) -> Scored:
 
 
 def targets(rows: Rows, target: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
-    """Token `ahead` places on, and True where it is one the model must write in the same document."""
+    """Token `ahead` places on, and its loss weight where the model must write it in the same document, else 0."""
     wanted = rows.tokens.roll(-ahead, -1)
-    counted = (target.roll(-ahead, -1) > 0) & (rows.document.roll(-ahead, -1) == rows.document)
-    counted[:, -ahead:] = False
+    counted = target.roll(-ahead, -1) * (rows.document.roll(-ahead, -1) == rows.document)
+    counted[:, -ahead:] = 0
     return wanted, counted
+
+
+def _wanted(rows: Rows, target: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
+    tokens, weight = targets(rows, target, ahead)
+    return tokens, weight > 0
 
 
 def _hits(model: ReferenceModel, rows: Rows) -> list[Tensor]:
@@ -71,7 +76,9 @@ def _hits(model: ReferenceModel, rows: Rows) -> list[Tensor]:
     return [part.detach() for part in found]
 
 
-def evaluate(model: ReferenceModel, scored: Scored, rows_of: Callable[[Batch], tuple[Rows, Tensor]]) -> dict[str, float]:
+def evaluate(
+    model: ReferenceModel, scored: Scored, rows_of: Callable[[Batch], tuple[Rows, Tensor]]
+) -> dict[str, float]:
     """Share of exactly right documents by label, and `mtp acceptance`: accepted over offered drafts, two at a time.
 
     A draft counts from positions where the model itself is right; the second only when the first was.
@@ -81,15 +88,17 @@ def evaluate(model: ReferenceModel, scored: Scored, rows_of: Callable[[Batch], t
     for batch, labels in zip(scored.batches, scored.labels, strict=True):
         rows, target = rows_of(batch)
         first, draft1, draft2 = _hits(model, rows)
-        wanted, counted = targets(rows, target, 1)
+        wanted, counted = _wanted(rows, target, 1)
         wrong = ((first != wanted) & counted).cpu()
         document = rows.document.cpu()
         for index, row in enumerate(labels):
-            misses = torch.zeros(len(row) + 1, dtype=torch.long).index_add_(0, document[index].long().clamp(max=len(row)), wrong[index].long())
+            misses = torch.zeros(len(row) + 1, dtype=torch.long).index_add_(
+                0, document[index].long().clamp(max=len(row)), wrong[index].long()
+            )
             for place, name in enumerate(row):
                 right[name].append(misses[place].item() == 0)
-        one, counted1 = targets(rows, target, 2)
-        two, counted2 = targets(rows, target, 3)
+        one, counted1 = _wanted(rows, target, 2)
+        two, counted2 = _wanted(rows, target, 3)
         hit1 = (draft1 == one) & counted1
         hit2 = hit1 & (draft2 == two) & counted2
         offered += int(counted1.sum() + counted2.sum())

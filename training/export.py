@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from qwen_nvfp4_serve.kernels.nvfp4 import Nvfp4Tensor, divisor_from_global_scale, quantize_nvfp4
 from training.config import CONV_KERNEL, EPS, HEAD_DIM, LINEAR_HEAD_DIM, ROPE_THETA, ModelConfig
-from training.quant import ACTIVATION_AMAX, ACTIVATION_GLOBAL_SCALE, E2M1_MAX, E4M3_MAX
+from training.quant import E2M1_MAX, E4M3_MAX
 from training.tokenizer import PLAIN_ADDED_TOKENS, REFERENCE_DIR, SPECIAL_TOKENS, load
 
 CONTEXT = 4096
@@ -19,12 +20,27 @@ Json = dict[str, Any]
 # Modules that share one global scale because engines fuse them into one product.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"))
 QUANTIZED_LEAVES = (
-    "q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj", "gate_proj", "up_proj", "down_proj",
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "in_proj_qkv",
+    "in_proj_z",
+    "out_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
     "gate_up_proj",
 )
 IGNORE = (
-    "lm_head", "re:.*embed_tokens$", "re:.*mlp\\.gate$", "re:.*shared_expert_gate$", "re:.*linear_attn\\.in_proj_b$",
-    "re:.*linear_attn\\.in_proj_a$", "re:.*linear_attn\\.conv1d$", "mtp.fc",
+    "lm_head",
+    "re:.*embed_tokens$",
+    "re:.*mlp\\.gate$",
+    "re:.*shared_expert_gate$",
+    "re:.*linear_attn\\.in_proj_b$",
+    "re:.*linear_attn\\.in_proj_a$",
+    "re:.*linear_attn\\.conv1d$",
+    "mtp.fc",
 )
 
 
@@ -41,28 +57,46 @@ def published_name(name: str) -> str:
 def text_config(config: ModelConfig) -> Json:
     """`text_config` of config.json."""
     common: Json = {
-        "attention_bias": False, "attn_output_gate": True, "dtype": "bfloat16", "eos_token_id": _token("<|im_end|>"),
-        "full_attention_interval": config.full_attention_interval, "head_dim": HEAD_DIM, "hidden_act": "silu",
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "dtype": "bfloat16",
+        "eos_token_id": _token("<|im_end|>"),
+        "full_attention_interval": config.full_attention_interval,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
         "hidden_size": config.hidden,
         "layer_types": [
-            "full_attention" if config.is_full_attention(index) else "linear_attention" for index in range(config.layers)
+            "full_attention" if config.is_full_attention(index) else "linear_attention"
+            for index in range(config.layers)
         ],
-        "linear_conv_kernel_dim": CONV_KERNEL, "linear_key_head_dim": LINEAR_HEAD_DIM,
-        "linear_num_key_heads": config.linear_key_heads, "linear_num_value_heads": config.linear_value_heads,
-        "linear_value_head_dim": LINEAR_HEAD_DIM, "mamba_ssm_dtype": "float32", "max_position_embeddings": CONTEXT,
-        "model_type": "qwen3_5_moe_text" if config.experts else "qwen3_5_text", "mtp_num_hidden_layers": 1,
-        "num_attention_heads": config.heads, "num_hidden_layers": config.layers,
-        "num_key_value_heads": config.kv_heads, "rms_norm_eps": EPS,
+        "linear_conv_kernel_dim": CONV_KERNEL,
+        "linear_key_head_dim": LINEAR_HEAD_DIM,
+        "linear_num_key_heads": config.linear_key_heads,
+        "linear_num_value_heads": config.linear_value_heads,
+        "linear_value_head_dim": LINEAR_HEAD_DIM,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": CONTEXT,
+        "model_type": "qwen3_5_moe_text" if config.experts else "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": config.kv_heads,
+        "rms_norm_eps": EPS,
         "rope_parameters": {
-            "mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
-            "rope_theta": int(ROPE_THETA), "rope_type": "default",
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": int(ROPE_THETA),
+            "rope_type": "default",
         },
-        "tie_word_embeddings": False, "vocab_size": config.vocab,
+        "tie_word_embeddings": False,
+        "vocab_size": config.vocab,
     }
     if not config.experts:
         return common | {"intermediate_size": config.intermediate}
     return common | {
-        "moe_intermediate_size": config.intermediate, "num_experts": config.experts,
+        "moe_intermediate_size": config.intermediate,
+        "num_experts": config.experts,
         "num_experts_per_tok": config.experts_per_token,
         "shared_expert_intermediate_size": config.shared_intermediate,
     }
@@ -79,16 +113,31 @@ def model_config(config: ModelConfig, quantization: Json | None = None) -> Json:
     """config.json. The vision tower is declared small and absent: serve with `--language-model-only`."""
     base = "qwen3_5_moe" if config.experts else "qwen3_5"
     result: Json = {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration" if config.experts else "Qwen3_5ForConditionalGeneration"],
-        "dtype": "bfloat16", "image_token_id": _token("<|image_pad|>"), "model_type": base,
-        "text_config": text_config(config), "tie_word_embeddings": False,
-        "video_token_id": _token("<|video_pad|>"), "vision_end_token_id": _token("<|vision_end|>"),
+        "architectures": [
+            "Qwen3_5MoeForConditionalGeneration" if config.experts else "Qwen3_5ForConditionalGeneration"
+        ],
+        "dtype": "bfloat16",
+        "image_token_id": _token("<|image_pad|>"),
+        "model_type": base,
+        "text_config": text_config(config),
+        "tie_word_embeddings": False,
+        "video_token_id": _token("<|video_pad|>"),
+        "vision_end_token_id": _token("<|vision_end|>"),
         "vision_start_token_id": _token("<|vision_start|>"),
         "vision_config": {
-            "deepstack_visual_indexes": [], "depth": 1, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 64,
-            "in_channels": 3, "intermediate_size": 128, "model_type": base + "_vision", "num_heads": 1,
-            "num_position_embeddings": 64, "out_hidden_size": config.hidden, "patch_size": 16,
-            "spatial_merge_size": 2, "temporal_patch_size": 2,
+            "deepstack_visual_indexes": [],
+            "depth": 1,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_size": 64,
+            "in_channels": 3,
+            "intermediate_size": 128,
+            "model_type": base + "_vision",
+            "num_heads": 1,
+            "num_position_embeddings": 64,
+            "out_hidden_size": config.hidden,
+            "patch_size": 16,
+            "spatial_merge_size": 2,
+            "temporal_patch_size": 2,
         },
     }
     return result | ({"quantization_config": quantization} if quantization else {})
@@ -106,8 +155,11 @@ def compressed_tensors_config() -> Json:
                 "format": "nvfp4-pack-quantized",
             }
         },
-        "format": "nvfp4-pack-quantized", "ignore": list(IGNORE), "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "format": "nvfp4-pack-quantized",
+        "ignore": list(IGNORE),
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
     }
 
 
@@ -154,7 +206,9 @@ def quantize(tensors: dict[str, Tensor]) -> tuple[dict[str, Nvfp4Tensor], dict[s
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """BF16 tensors under their published names; decay parameters stay in float32."""
     return {
-        published_name(name): tensor.detach().to(torch.float32 if name.endswith("A_log") else torch.bfloat16).contiguous()
+        published_name(name): tensor.detach()
+        .to(torch.float32 if name.endswith("A_log") else torch.bfloat16)
+        .contiguous()
         for name, tensor in state.items()
     }
 
@@ -176,29 +230,49 @@ def write_bf16(folder: Path, config: ModelConfig, state: dict[str, Tensor]) -> N
     _write(folder, model_config(config), split_experts(published(state)))
 
 
-def write_compressed_tensors(folder: Path, config: ModelConfig, state: dict[str, Tensor]) -> None:
-    """An NVFP4 checkpoint in compressed-tensors form: global scales are stored as divisors."""
+def write_compressed_tensors(
+    folder: Path, config: ModelConfig, state: dict[str, Tensor], input_amax: Mapping[str, float]
+) -> None:
+    """An NVFP4 checkpoint in compressed-tensors form: global scales are stored as divisors.
+
+    input_amax: the largest input of each quantized module, by published name.
+    """
     packed, tensors = quantize(published(state))
     for module, weight in packed.items():
         tensors[f"{module}.weight_packed"] = weight.packed
         tensors[f"{module}.weight_scale"] = weight.block_scale
         tensors[f"{module}.weight_global_scale"] = divisor_from_global_scale(weight.global_scale).reshape(1)
-        tensors[f"{module}.input_global_scale"] = torch.tensor([E2M1_MAX * E4M3_MAX / ACTIVATION_AMAX])
+        tensors[f"{module}.input_global_scale"] = torch.tensor([E2M1_MAX * E4M3_MAX / input_amax[module]])
     _write(folder, model_config(config, compressed_tensors_config()), tensors)
 
 
-def write_modelopt(folder: Path, config: ModelConfig, state: dict[str, Tensor]) -> None:
+def write_modelopt(
+    folder: Path, config: ModelConfig, state: dict[str, Tensor], input_amax: Mapping[str, float]
+) -> None:
     """The same weights in ModelOpt form: global scales are multipliers."""
     packed, tensors = quantize(published(state))
     for module, weight in packed.items():
         tensors[f"{module}.weight"] = weight.packed
         tensors[f"{module}.weight_scale"] = weight.block_scale
         tensors[f"{module}.weight_scale_2"] = weight.global_scale.reshape(())
-        tensors[f"{module}.input_scale"] = torch.tensor(ACTIVATION_GLOBAL_SCALE)
-    exclude = ["lm_head", "*embed_tokens", "*mlp.gate", "*shared_expert_gate", "*in_proj_b", "*in_proj_a", "*conv1d", "mtp.fc"]
+        tensors[f"{module}.input_scale"] = torch.tensor(input_amax[module] / (E2M1_MAX * E4M3_MAX))
+    exclude = [
+        "lm_head",
+        "*embed_tokens",
+        "*mlp.gate",
+        "*shared_expert_gate",
+        "*in_proj_b",
+        "*in_proj_a",
+        "*conv1d",
+        "mtp.fc",
+    ]
     quantization = {
-        "exclude_modules": exclude, "group_size": 16, "ignore": exclude, "kv_cache_quant_algo": None,
-        "quant_algo": "NVFP4", "quant_method": "modelopt",
+        "exclude_modules": exclude,
+        "group_size": 16,
+        "ignore": exclude,
+        "kv_cache_quant_algo": None,
+        "quant_algo": "NVFP4",
+        "quant_method": "modelopt",
     }
     _write(folder, model_config(config, quantization), tensors)
 

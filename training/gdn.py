@@ -55,6 +55,7 @@ def _(strict: Tensor) -> Tensor:
 
 
 def _inverse_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
+    del inputs
     ctx.save_for_backward(output)
 
 
@@ -79,6 +80,7 @@ def scan_states(transition: Tensor, update: Tensor, decay: Tensor) -> Tensor:
 
 @scan_states.register_fake
 def _(transition: Tensor, update: Tensor, decay: Tensor) -> Tensor:
+    del transition, decay
     return torch.empty_like(update)
 
 
@@ -94,10 +96,13 @@ def scan_states_backward(grad: Tensor, transition: Tensor, decay: Tensor) -> Ten
 
 @scan_states_backward.register_fake
 def _(grad: Tensor, transition: Tensor, decay: Tensor) -> Tensor:
+    del transition, decay
     return torch.empty_like(grad)
 
 
-def _scan_context(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+def _scan_context(
+    ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor
+) -> None:
     ctx.save_for_backward(inputs[0], inputs[2], output)
 
 
@@ -115,7 +120,9 @@ def _chunked(tensor: Tensor) -> Tensor:
     return tensor.unflatten(1, (-1, CHUNK)).movedim(3, 2).movedim(1, 0)
 
 
-def gated_delta_rule(*, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, document: Tensor) -> Tensor:
+def gated_delta_rule(
+    *, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, document: Tensor
+) -> Tensor:
     """Output [B, T, Hv, D] of the gated delta rule with L2-normalized queries and keys.
 
     query, key: [B, T, Hk, D]; value: [B, T, Hv, D]; log_decay (<= 0), beta: float32 [B, T, Hv]; document: [B, T],

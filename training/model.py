@@ -3,6 +3,7 @@
 Parameter names below the top are those of the published checkpoints, so exporting is a matter of prefixes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from training.config import CONV_KERNEL, EPS, HEAD_DIM, LINEAR_HEAD_DIM, ROPE_THETA, ROTARY_DIM, ModelConfig
 from training.gdn import gated_delta_rule
-from training.quant import fake_quantize_activation
+from training.quant import fake_quantize_activation, fake_quantize_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +31,31 @@ class Rows:
 
 
 class Switches:
-    """Settings of the forward pass that are no part of a layer."""
+    """Settings of the forward pass that are no part of a layer.
+
+    In training every other row is rounded, so that the same weights serve rounded and plain inputs alike.
+    """
 
     quantize_activations = False
+    quantize_cache = False
+    every_other_row = False
+
+
+def _rounded(values: Tensor, rounding: Callable[[Tensor], Tensor]) -> Tensor:
+    if not Switches.every_other_row:
+        return rounding(values)
+    even = (torch.arange(values.shape[0], device=values.device) % 2 == 0).view(-1, *[1] * (values.ndim - 1))
+    return torch.where(even, rounding(values), values)
 
 
 def activation(values: Tensor) -> Tensor:
-    """The input of a quantized product."""
-    return fake_quantize_activation(values) if Switches.quantize_activations else values
+    """The input [B, T, …] of a quantized product."""
+    return _rounded(values, fake_quantize_activation) if Switches.quantize_activations else values
+
+
+def cached(values: Tensor) -> Tensor:
+    """Keys or values [B, T, …] as the cache returns them."""
+    return _rounded(values, fake_quantize_cache) if Switches.quantize_cache else values
 
 
 class RmsNorm(nn.Module):
@@ -110,7 +128,11 @@ class GatedDeltaNet(nn.Module):
         )
         log_decay = -self.A_log.float().exp() * F.softplus(self.in_proj_a(hidden).float() + self.dt_bias.float())
         output = gated_delta_rule(
-            query=query, key=key, value=value, log_decay=log_decay, beta=self.in_proj_b(hidden).float().sigmoid(),
+            query=query,
+            key=key,
+            value=value,
+            log_decay=log_decay,
+            beta=self.in_proj_b(hidden).float().sigmoid(),
             document=document,
         )
         gate = self.in_proj_z(narrow).unflatten(-1, (-1, LINEAR_HEAD_DIM))
@@ -164,6 +186,7 @@ class Attention(nn.Module):
         value = self.v_proj(narrow).unflatten(-1, (-1, HEAD_DIM))
         query = rotate(self.q_norm(query), rows.cos, rows.sin)
         key = rotate(self.k_norm(key), rows.cos, rows.sin)
+        key, value = cached(key), cached(value)
         groups = self.config.heads // self.config.kv_heads
         output = _attend(query, key.repeat_interleave(groups, 2), value.repeat_interleave(groups, 2), rows)
         return self.o_proj(activation((output * gate.sigmoid()).flatten(-2)))
@@ -190,11 +213,16 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.empty(config.experts, 2 * config.intermediate, config.hidden))
         self.down_proj = nn.Parameter(torch.empty(config.experts, config.hidden, config.intermediate))
 
-    def forward(self, narrow: Tensor, weight: Tensor) -> Tensor:
-        """All experts on all tokens, weighted: with few small experts this beats gathering. weight: [B, T, E]."""
+    def activations(self, narrow: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and up products of all experts, [B, T, E, I] each."""
         experts, double, _ = self.gate_up_proj.shape
         both = F.linear(narrow, self.gate_up_proj.flatten(0, 1)).unflatten(-1, (experts, 2, double // 2))
-        inner = activation(F.silu(both[..., 0, :]) * both[..., 1, :]) * weight.unsqueeze(-1)
+        return both[..., 0, :], both[..., 1, :]
+
+    def forward(self, narrow: Tensor, weight: Tensor) -> Tensor:
+        """All experts on all tokens, weighted: with few small experts this beats gathering. weight: [B, T, E]."""
+        gate, up = self.activations(narrow)
+        inner = activation(F.silu(gate) * up) * weight.unsqueeze(-1)
         return F.linear(inner.flatten(-2), self.down_proj.permute(1, 0, 2).flatten(1))
 
 

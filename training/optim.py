@@ -50,7 +50,7 @@ class MasterWeights:
         named = dict(model.named_parameters())
         four_bit = {name: parameter for name, parameter in named.items() if is_quantized(name)}
         self._flat = torch.cat([parameter.detach().float().flatten() for parameter in four_bit.values()])
-        self._seen = self._flat.to(work)
+        self._seen = self._flat.to(work, copy=True)
         self.masters: dict[str, Tensor] = {}
         groups: dict[str, int] = {}
         ids: list[Tensor] = []

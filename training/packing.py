@@ -14,7 +14,9 @@ from training.chat import Conversation, segments
 from training.mixture import training_example
 from training.tokenizer import FastEncoder
 
-DOCUMENTS_PER_ROW = 96
+DOCUMENTS_PER_ROW = 56
+# Answers of few tokens that take most learning would drown among long easy ones.
+LOSS_WEIGHTS = {"count": 4, "subtract": 3, "add": 2, "compare": 2, "lookup": 2, "needle": 2, "recall": 2}
 _OPEN_ROWS = 6
 _STALE_AFTER_S = 120
 
@@ -23,8 +25,8 @@ _STALE_AFTER_S = 120
 class Batch:
     """Rows of packed documents, each array [rows, length].
 
-    `tokens` int16; `target` uint8, 1 where the token is one that the model must write; `document` int16, counted from
-    0 in each row, the unused tail being a document of its own.
+    `tokens` int16; `target` uint8, the loss weight where the model must write the token, 0 elsewhere; `document`
+    int16, counted from 0 in each row, the unused tail being a document of its own.
     """
 
     tokens: NDArray[np.int16]
@@ -41,13 +43,14 @@ class _Row:
 
 
 def encode(encoder: FastEncoder, conversation: Conversation) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, and 1 for each id that the model must write."""
+    """Token ids of a conversation, and a loss weight for each id that the model must write, 0 elsewhere."""
     ids: list[int] = []
     target: list[int] = []
+    weight = LOSS_WEIGHTS.get(conversation.task, 1)
     for text, trained in segments(conversation):
         piece = encoder(text)
         ids += piece
-        target += [int(trained)] * len(piece)
+        target += [weight * trained] * len(piece)
     return ids, target
 
 
@@ -112,7 +115,9 @@ class Packer:
         return _finish(rows, self._length), [row.names for row in rows]
 
 
-def _produce(queue: "mp.Queue[Batch]", progress: "mp.sharedctypes.Synchronized[float]", seed: int, rows: int, length: int) -> None:
+def _produce(
+    queue: "mp.Queue[Batch]", progress: "mp.sharedctypes.Synchronized[float]", seed: int, rows: int, length: int
+) -> None:
     rng = Random(seed)
     encoder = FastEncoder(tokenizer.load())
     packer = Packer(rows, length)

@@ -5,17 +5,12 @@ from torch import Tensor
 
 BLOCK = 16
 E2M1_MAX, E4M3_MAX = 6.0, 448.0
-# Activations are scaled for this largest magnitude; the exported input scale is the same constant.
-ACTIVATION_AMAX = 128.0
-ACTIVATION_GLOBAL_SCALE = ACTIVATION_AMAX / (E2M1_MAX * E4M3_MAX)
 
 
 def round_e2m1(values: Tensor) -> Tensor:
     """Nearest E2M1 value, ties to the even code, saturating at 6."""
     size = values.abs().clamp(max=E2M1_MAX)
-    rounded = torch.where(
-        size < 2, (size * 2).round() / 2, torch.where(size < 4, size.round(), (size / 2).round() * 2)
-    )
+    rounded = torch.where(size < 2, (size * 2).round() / 2, torch.where(size < 4, size.round(), (size / 2).round() * 2))
     return torch.copysign(rounded, values)
 
 
@@ -32,6 +27,17 @@ def fake_quantize(values: Tensor, global_scale: Tensor | float) -> Tensor:
 
 
 def fake_quantize_activation(values: Tensor) -> Tensor:
-    """Activations after NVFP4 and back, in their own dtype, with a straight-through gradient."""
-    rounded = fake_quantize(values.detach(), ACTIVATION_GLOBAL_SCALE).to(values.dtype)
-    return values + (rounded - values.detach())
+    """Activations after NVFP4 and back, in their own dtype, with a straight-through gradient.
+
+    The global scale follows the largest magnitude, so nothing saturates: a network trained through saturation with
+    straight-through gradients comes to need it, and then fails with inputs that are not rounded.
+    """
+    scale = (values.detach().abs().amax().float() / (E2M1_MAX * E4M3_MAX)).clamp(min=1e-12)
+    rounded = fake_quantize(values.detach(), scale).to(values.dtype)
+    return rounded + (values - values.detach())
+
+
+def fake_quantize_cache(values: Tensor) -> Tensor:
+    """Keys or values after an E4M3 cache with scale 1 and back, with a straight-through gradient."""
+    rounded = values.detach().float().clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).to(values.dtype)
+    return rounded + (values - values.detach())

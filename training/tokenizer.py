@@ -12,13 +12,34 @@ from tokenizers.trainers import BpeTrainer
 REFERENCE_DIR = Path(__file__).resolve().parent.parent / "src/qwen_nvfp4_serve/data/reference"
 VOCAB_SIZE = 1024
 SPECIAL_TOKENS = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
-    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
 )
 PLAIN_ADDED_TOKENS = (
-    "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
-    "<|repo_name|>", "<|file_sep|>", "<tool_response>", "</tool_response>", "<think>", "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
 )
 # The family's pre-tokenization: one digit at a time, a word with the one sign or space before it.
 PRETOKENIZE = (
@@ -45,7 +66,9 @@ def train(texts: Iterable[str]) -> Tokenizer:
     added = len(SPECIAL_TOKENS) + len(PLAIN_ADDED_TOKENS)
     tokenizer.train_from_iterator(
         texts,
-        BpeTrainer(vocab_size=VOCAB_SIZE - added, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
+        BpeTrainer(
+            vocab_size=VOCAB_SIZE - added, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        ),
     )
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in PLAIN_ADDED_TOKENS])
