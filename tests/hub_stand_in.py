@@ -90,7 +90,10 @@ class _Handler(BaseHTTPRequestHandler):
             siblings = [{"rfilename": name} for name in hub.files]
             text = json.dumps({"id": REPO, "modelId": REPO, "sha": COMMIT, "siblings": siblings}).encode()
             self._send(text, {"Content-Type": "application/json"}, body=body)
-        elif hub.listings and path == f"/api/models/{REPO}/tree/{COMMIT}":
+        elif path == f"/api/models/{REPO}/tree/{COMMIT}":
+            if not hub.listings:
+                self._error(404, None)
+                return
             self._send(json.dumps(_tree(hub)).encode(), {"Content-Type": "application/json"}, body=body)
         elif match := re.fullmatch(rf"/{REPO}/resolve/(?:main|{COMMIT})/(.+)", path):
             if match[1] in hub.files:

@@ -145,7 +145,9 @@ def _list_files(client: HfApi, name: str, commit: str) -> list[RepoFile]:
         tree = [
             entry for entry in client.list_repo_tree(name, recursive=True, revision=commit) if isinstance(entry, Entry)
         ]
-    except (errors.EntryNotFoundError, errors.RepositoryNotFoundError):
+    except errors.HfHubHTTPError as error:
+        if _status(error) not in (404, 405, 501):
+            raise
         # A mirror without listings: take the names from the repository's entry and ask for each file.
         siblings = client.model_info(name, revision=commit).siblings or ()
         with ThreadPoolExecutor(WORKERS) as pool:
