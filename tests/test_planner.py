@@ -192,6 +192,14 @@ def test_plan_earlier_shortfall_lowers_the_pool() -> None:
     assert 0.9 * GIB < first.pool_bytes - second.pool_bytes < 1.1 * GIB
 
 
+def test_alternatives_are_plans_that_fit() -> None:
+    refused = plan(request(gpu="rtx-5090", kv_pool_bytes=20 * GIB))
+    assert refused.fits is False
+    lines = alternatives(refused)
+    assert not any("--context" in line for line in lines)
+    assert "it fits with the pool left to the planner" in lines
+
+
 def test_plan_largest_model_names_machines_that_hold_it() -> None:
     on_b200 = plan(request("qwen3.5-397b-a17b", gpu="b200"))
     assert on_b200.fits is False

@@ -15,9 +15,9 @@ from qwen_nvfp4_serve.planner.sizing import LEAST_CONTEXT
 
 def alternatives(refused: Plan) -> tuple[str, ...]:
     """Settings under which a plan that does not fit would, as sentences: a shorter context, then other changes."""
-    found = []
-    if refused.largest_context is not None and refused.largest_context >= LEAST_CONTEXT:
-        found.append(f"it fits with --context {refused.largest_context}")
+    found, largest = [], refused.largest_context
+    if largest is not None and largest >= LEAST_CONTEXT and _fits(replace(refused.request, context=largest)):
+        found.append(f"it fits with --context {largest}")
     found += [sentence for request, sentence in _changes(refused) if _fits(request)]
     return (*found, *_larger_machines(refused.request))
 
