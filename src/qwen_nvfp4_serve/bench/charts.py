@@ -20,7 +20,7 @@ from qwen_nvfp4_serve.bench.drawing import (
 from qwen_nvfp4_serve.bench.published import Figure as PublishedFigure
 from qwen_nvfp4_serve.bench.published import Published
 from qwen_nvfp4_serve.bench.result import CaseResult, Result
-from qwen_nvfp4_serve.bench.series import axis_values, lines, requests, short
+from qwen_nvfp4_serve.bench.series import axis_values, lines, requests
 from qwen_nvfp4_serve.bench.statistics import Spread, good_samples, tpot_ms, ttft_ms
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def title_of(result: Result) -> str:
 def footer_of(result: Result) -> str:
     """Versions, date and what the error bars are."""
     failures = sum(result.failure_counts().values())
-    failed = f" · {failures} requests failed and are left out" if failures else ""
+    failed = f" · failed and left out: {failures} of {sum(case.requests for case in result.cases)}" if failures else ""
     vllm = f"vLLM {result.server.vllm}" if result.server.vllm else "server version unknown"
     runs = f"median of {result.workload.runs} runs, bars are ±1 standard deviation"
     return f"{vllm} · qwen-nvfp4 {result.project} · {result.started[:10]} · {runs}{failed}"
@@ -91,12 +91,12 @@ def _streams(result: Result, folder: Path) -> Path:
 def _overview(result: Result, folder: Path) -> Path:
     height = 2.2 + 0.34 * len(requests(result))
     figure, (left, right) = new_figure(title_of(result), footer_of(result), columns=2, height=max(3.2, height))
-    prefill = [(case.case.prefill, case.metrics.prefill_total) for case in requests(result)]
-    decode = [(case.case.decode, case.metrics.decode_total) for case in requests(result)]
-    draw_bars(left, [_bar(name, value, COLOURS[0]) for name, value in dict(prefill).items()], unit="tokens/s")
-    draw_bars(right, [_bar(name, value, COLOURS[1]) for name, value in decode], unit="tokens/s")
+    for axes, colour, test in ((left, COLOURS[0], "prefill"), (right, COLOURS[1], "decode")):
+        values = [(case.case.whole, getattr(case.metrics, f"{test}_total")) for case in requests(result)]
+        draw_bars(axes, [_bar(name, value, colour) for name, value in values], unit="tokens/s")
     left.set_title("Prefill")
     right.set_title("Decode")
+    right.tick_params(labelleft=False)
     return save(figure, folder, "overview")[0]
 
 
@@ -124,7 +124,7 @@ def _strips(axes: Axes, cases: Sequence[CaseResult], what: str, limit_ms: float 
         if median is not None:
             axes.plot([median.median], [place], "|", color=COLOURS[1], markersize=15, markeredgewidth=2.2)
         failed = len(case.failures)
-        names.append(f"{_whole_name(case)}{f'  ({failed} failed)' if failed else ''}")
+        names.append(f"{case.case.whole}{f'  ({failed} failed)' if failed else ''}")
     axes.set_yticks(range(len(cases)), labels=names, fontsize=8.5)
     for label, case in zip(axes.get_yticklabels(), cases, strict=True):
         label.set_color(FAULT if case.failures else "#000000")
@@ -132,15 +132,15 @@ def _strips(axes: Axes, cases: Sequence[CaseResult], what: str, limit_ms: float 
         axes.axvline(limit_ms, color=FAULT, linestyle="--", linewidth=1.2, label=f"limit {limit_ms:g} ms")
         axes.legend()
     axes.set_ylim(len(cases) - 0.5, -0.5)
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.06 * axes.get_xlim()[1])
     axes.grid(visible=True, axis="x")
     axes.set_xlabel("ms (orange: median)")
 
 
 def _against(result: Result, folder: Path, against: Sequence[Published]) -> Path:
     ours = [case for case in requests(result) if case.case.concurrency == 1]
-    prefill = [_bar(f"this run: {case.case.prefill}", case.metrics.prefill_total, COLOURS[0]) for case in ours]
-    decode = [_bar(f"this run: {case.case.decode}", case.metrics.decode_total, COLOURS[0]) for case in ours]
+    prefill = [_bar(f"this run: {case.case.whole}", case.metrics.prefill_total, COLOURS[0]) for case in ours]
+    decode = [_bar(f"this run: {case.case.whole}", case.metrics.decode_total, COLOURS[0]) for case in ours]
     prefill += [_published_bar(entry, figure) for entry in against for figure in entry.of("prefill")]
     decode += [_published_bar(entry, figure) for entry in against for figure in entry.of("decode")]
     height = 2.2 + 0.32 * max(len(prefill), len(decode))
@@ -149,8 +149,8 @@ def _against(result: Result, folder: Path, against: Sequence[Published]) -> Path
     figure.set_figwidth(15.5)
     draw_bars(left, prefill, unit="tokens/s")
     draw_bars(right, decode, unit="tokens/s")
-    left.set_title(f"Prefill, one request (blue: {result.card})")
-    right.set_title(f"Decode, one request (blue: {result.card})")
+    left.set_title("Prefill, one request (blue: this run)")
+    right.set_title("Decode, one request (blue: this run)")
     return save(figure, folder, "published")[0]
 
 
@@ -159,13 +159,8 @@ def _bar(name: str, value: Spread | None, colour: str) -> Bar:
 
 
 def _published_bar(entry: Published, figure: PublishedFigure) -> Bar:
-    depth = "depth not stated" if figure.depth is None else f"at {short(figure.depth)}"
-    return f"{entry.title}, {entry.card}, {depth}", figure.tokens_per_s, 0.0, OTHERS
-
-
-def _whole_name(case: CaseResult) -> str:
-    depth = f" @ d{case.case.depth}" if case.case.depth else ""
-    return f"pp{case.case.prompt} tg{case.case.generate}{depth} (c{case.case.concurrency})"
+    card = entry.card.removeprefix("GeForce ")
+    return f"{entry.title}, {card}, {figure.where}", figure.tokens_per_s, 0.0, OTHERS
 
 
 def _name(axes: Axes, title: str, unit: str) -> None:

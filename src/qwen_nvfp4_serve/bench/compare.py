@@ -6,30 +6,37 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
-from qwen_nvfp4_serve.bench.drawing import COLOURS, draw_bars, new_figure, save
+from qwen_nvfp4_serve.bench.drawing import COLOURS, FAULT, OTHERS, draw_pairs, new_figure, save
 from qwen_nvfp4_serve.bench.result import Result
 from qwen_nvfp4_serve.bench.rows import cell, number
 from qwen_nvfp4_serve.bench.statistics import Metrics, Spread
 from qwen_nvfp4_serve.bench.workload import Case
 from qwen_nvfp4_serve.errors import UsageError
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Verdict = Literal["better", "worse", "noise"]
+VERDICT_COLOURS: dict[Verdict, str] = {"better": COLOURS[2], "worse": FAULT, "noise": OTHERS}
 NOISE = 2.0  # a ratio nearer to 1 than this many standard deviations is called noise
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure that is compared: how it is named for a case, and where it stands."""
+    """One figure that is compared: what it is, how it is named for a case, and where it stands."""
 
+    kind: str
     name: Callable[[Case], str]
     pick: Callable[[Metrics], Spread | None]
     higher_is_better: bool = True
 
 
 FIGURES: tuple[Figure, ...] = (
-    Figure(lambda case: f"{case.prefill} t/s", lambda seen: seen.prefill_total),
-    Figure(lambda case: f"{case.decode} t/s", lambda seen: seen.decode_total),
-    Figure(lambda case: f"{case.prefill} e2e_ttft ms", lambda seen: seen.ttft_ms, higher_is_better=False),
+    Figure("prefill", lambda case: f"{case.prefill} t/s", lambda seen: seen.prefill_total),
+    Figure("decode", lambda case: f"{case.decode} t/s", lambda seen: seen.decode_total),
+    Figure("ttft", lambda case: f"{case.prefill} e2e_ttft ms", lambda seen: seen.ttft_ms, higher_is_better=False),
 )
 
 
@@ -37,15 +44,16 @@ FIGURES: tuple[Figure, ...] = (
 class Comparison:
     """One figure of both. ratio: second median over first. ratio_std: from both standard deviations, as if independent.
 
-    verdict: `better`, `worse` or `noise` for the second.
+    verdict: for the second.
     """
 
+    figure: str
     name: str
     first: Spread
     second: Spread
     ratio: float
     ratio_std: float
-    verdict: str
+    verdict: Verdict
 
 
 def check_comparable(first: Result, second: Result) -> None:
@@ -76,7 +84,7 @@ def compare(first: Result, second: Result) -> tuple[Comparison, ...]:
         for case in first.cases:
             ours, theirs = figure.pick(case.metrics), figure.pick(others[case.case]) if case.case in others else None
             if ours is not None and theirs is not None and ours.median > 0:
-                found.append(_compare(figure, case.case, ours, theirs))
+                found.append(_compare(figure, _name(figure, case.case, first), ours, theirs))
     return tuple(found)
 
 
@@ -110,44 +118,60 @@ def comparison_markdown(first: Result, second: Result, found: tuple[Comparison, 
 
 
 def draw_comparison(first: Result, second: Result, found: tuple[Comparison, ...], folder: Path) -> Path:
-    """Writes compare.png and compare.svg: both runs' rates, and the ratio of each."""
-    rates = [one for one in found if one.name.endswith(" t/s")]
-    bars = []
-    for one in rates:
-        test = one.name.removesuffix(" t/s")
-        bars.append((f"{test}   {first.label}", one.first.median, one.first.std, COLOURS[0]))
-        bars.append((second.label, one.second.median, one.second.std, COLOURS[1]))
-    models = f"{first.server.model} on {first.card}; {second.server.model} on {second.card}"
+    """Writes compare.png and compare.svg: prefill and decode of both runs, and the ratio of every figure."""
+    prefill = [one for one in found if one.figure == "prefill"]
+    decode = [one for one in found if one.figure == "decode"]
+    models = f"{first.label}: {first.server.model}, {first.card} · {second.label}: {second.server.model}, {second.card}"
     footer = f"{models} · median of {first.workload.runs} runs, bars are ±1 standard deviation"
+    height = 2.0 + max(0.62 * max(len(prefill), len(decode)), 0.36 * len(found), 1.4)
     title = f"{second.label} against {first.label}"
-    figure, (left, right) = new_figure(title, footer, columns=2, height=2.2 + 0.6 * max(2, len(rates)))
-    figure.set_figwidth(13)
-    draw_bars(left, bars, unit="tokens/s")
-    left.set_title("Rates")
-    for place, one in enumerate(found):
-        right.errorbar(one.ratio, place, xerr=one.ratio_std, marker="o", color=COLOURS[2], capsize=3)
-        right.annotate(
-            number(one.ratio), (one.ratio, place), (0, 6), textcoords="offset points", ha="center", fontsize=8
-        )
-    right.axvline(1.0, color="#333333", linewidth=1)
-    right.set_yticks(range(len(found)), labels=[one.name for one in found], fontsize=8.5)
-    right.set_ylim(len(found) - 0.5, -0.7)
-    right.grid(visible=True, axis="x")
-    right.set_title(f"{second.label} / {first.label}")
-    right.set_xlabel("ratio of medians")
+    figure, (left, middle, right) = new_figure(title, footer, columns=3, height=height)
+    for axes, rates, name in ((left, prefill, "Prefill"), (middle, decode, "Decode")):
+        pairs = [(one.name.removesuffix(" t/s"), one.first, one.second) for one in rates]
+        draw_pairs(axes, pairs, (first.label, second.label), unit="tokens/s")
+        axes.set_title(f"{name}, all requests together")
+    _draw_ratios(right, found)
+    right.set_title(f"Ratio {second.label} / {first.label}")
     return save(figure, folder, "compare")[0]
 
 
-def _compare(figure: Figure, case: Case, first: Spread, second: Spread) -> Comparison:
+def _draw_ratios(axes: Axes, found: tuple[Comparison, ...]) -> None:
+    for place, one in enumerate(found):
+        colour = VERDICT_COLOURS[one.verdict]
+        axes.errorbar(one.ratio, place, xerr=one.ratio_std, marker="o", color=colour, capsize=3)
+        axes.annotate(
+            number(one.ratio), (one.ratio, place), (0, 6), textcoords="offset points", ha="center", fontsize=8
+        )
+    axes.axvline(1.0, color="#333333", linewidth=1)
+    axes.set_yticks(range(len(found)), labels=[one.name for one in found], fontsize=8.5)
+    axes.set_ylim(len(found) - 0.5, -0.8)
+    axes.grid(visible=True, axis="x")
+    axes.set_xlabel("green: better, red: worse, grey: within noise")
+
+
+def _name(figure: Figure, case: Case, result: Result) -> str:
+    """A figure's name, with all lengths of its case where a run has several."""
+    if len(result.workload.prompts) * len(result.workload.generates) == 1:
+        return figure.name(case)
+    return f"{case.whole} {figure.kind} {'ms' if figure.kind == 'ttft' else 't/s'}"
+
+
+def _compare(figure: Figure, name: str, first: Spread, second: Spread) -> Comparison:
     ratio = second.median / first.median
     relative = math.hypot(first.std / first.median, second.std / second.median if second.median else 0.0)
     std = ratio * relative
-    verdict = "noise"
-    if abs(ratio - 1.0) > NOISE * std:
+    verdict: Verdict = "noise"
+    if ratio != 1.0 and abs(ratio - 1.0) > NOISE * std:
         verdict = "better" if (ratio > 1.0) is figure.higher_is_better else "worse"
-    if ratio == 1.0:
-        verdict = "noise"
-    return Comparison(name=figure.name(case), first=first, second=second, ratio=ratio, ratio_std=std, verdict=verdict)
+    return Comparison(
+        figure=figure.kind,
+        name=name,
+        first=first,
+        second=second,
+        ratio=ratio,
+        ratio_std=std,
+        verdict=verdict,
+    )
 
 
 def _driver(result: Result) -> str:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen_nvfp4_serve.bench.series import KIB, Line, short
+from qwen_nvfp4_serve.bench.series import Line, short
+from qwen_nvfp4_serve.bench.statistics import Spread
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.units import KIB
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +75,8 @@ def draw_lines(axes: Axes, lines: Sequence[Line], *, first_colour: int = 0) -> N
             markersize=5.5,
             capsize=3,
         )
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     if any(line.label for line in lines):
         axes.legend()
 
@@ -83,6 +86,7 @@ def depth_axis(axes: Axes, depths: Sequence[int]) -> None:
     axes.set_xscale("symlog", base=2, linthresh=max(KIB, min((depth for depth in depths if depth), default=KIB)))
     axes.set_xticks(list(depths), labels=[short(depth) for depth in depths])
     axes.minorticks_off()
+    axes.set_xlim(right=1.2 * max(depths))
     axes.set_xlabel("context depth (tokens)")
 
 
@@ -91,7 +95,28 @@ def streams_axis(axes: Axes, streams: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(streams), labels=[str(count) for count in streams])
     axes.minorticks_off()
+    axes.set_xlim(min(streams) / 1.15, max(streams) * 1.15)
     axes.set_xlabel("requests at once")
+
+
+def draw_pairs(axes: Axes, pairs: Sequence[tuple[str, Spread, Spread]], names: tuple[str, str], *, unit: str) -> None:
+    """Two horizontal bars for each label, the first above the second, with medians at their ends and a legend."""
+    widest = max((one.median + one.std for _, *both in pairs for one in both), default=1.0) or 1.0
+    for side, name in enumerate(names):
+        for place, (_, *both) in enumerate(pairs):
+            value, where = both[side], place + 0.4 * side - 0.2
+            axes.barh(where, value.median, height=0.36, color=COLOURS[side], label=None if place else name)
+            axes.errorbar(value.median, where, xerr=value.std, color="#333333", capsize=2.5, linewidth=1)
+            text = f"{value.median:,.0f}" if value.median >= 100 else f"{value.median:.1f}"
+            axes.text(value.median + value.std + 0.012 * widest, where, text, va="center", fontsize=8.5)
+    axes.set_yticks(range(len(pairs)), labels=[label for label, *_ in pairs], fontsize=8.5)
+    axes.set_ylim(len(pairs) - 0.5, -0.9)
+    axes.set_xlim(0, 1.16 * widest)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(visible=True, axis="x")
+    axes.grid(visible=False, axis="y")
+    axes.set_xlabel(unit)
+    axes.legend(loc="upper right", ncols=2, fontsize=8.5, borderpad=0)
 
 
 def draw_bars(axes: Axes, bars: Sequence[tuple[str, float, float, str]], *, unit: str) -> None:
@@ -105,7 +130,8 @@ def draw_bars(axes: Axes, bars: Sequence[tuple[str, float, float, str]], *, unit
         text = f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
         axes.text(value + error + 0.012 * widest, place, text, va="center", fontsize=8.5)
     axes.set_yticks(list(places), labels=[label for label, *_ in bars], fontsize=8.5)
-    axes.invert_yaxis()
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlim(0, 1.14 * widest)
     axes.grid(visible=True, axis="x")
     axes.grid(visible=False, axis="y")

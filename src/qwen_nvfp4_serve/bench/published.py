@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import ConfigDict, TypeAdapter
 
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.units import KIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,15 @@ class Figure:
     test: Literal["decode", "prefill"]
     depth: int | None
     tokens_per_s: float
+
+    @property
+    def where(self) -> str:
+        """The depth in words: `at 4K`, `at 7.7K`, `depth not stated`."""
+        if self.depth is None:
+            return "depth not stated"
+        if self.depth % KIB == 0:
+            return f"at {self.depth // KIB}K"
+        return f"at {self.depth / 1000:g}K" if self.depth >= 1000 else f"at {self.depth}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from qwen_nvfp4_serve.bench.published import Published
 from qwen_nvfp4_serve.bench.result import Result
-from qwen_nvfp4_serve.bench.rows import HEADERS, settings_rows, table_rows
-from qwen_nvfp4_serve.bench.series import short
+from qwen_nvfp4_serve.bench.rows import HEADERS, cell, settings_rows, table_rows
 
 
 def markdown(result: Result, charts: Sequence[Path] = (), against: Sequence[Published] = ()) -> str:
     """The whole page: table, failures, goodput, published figures, settings, charts (by file name)."""
-    parts = [f"# {result.label}", "" if result.complete else "**Interrupted: some cases are missing.**\n"]
+    parts = [f"# {result.label}\n", "" if result.complete else "**Interrupted: some cases are missing.**\n"]
     parts.append(_table(HEADERS, [(row.test, *row.cells) for row in table_rows(result)], right=len(HEADERS) - 1))
     parts.append(f"Median ± standard deviation. Measured on: **{result.card}**.\n")
     parts += [_failures(result), _goodput(result), _published(result, against)]
@@ -82,14 +81,11 @@ def _published(result: Result, against: Sequence[Published]) -> str:
                 (case.case.prefill, case.metrics.prefill_total),
                 (case.case.decode, case.metrics.decode_total),
             ):
-                rows.append(
-                    (f"**{test}**", "" if value is None else f"{value.median:,.1f}", result.card, "this run", "")
-                )
+                rows.append((f"**{test}**", cell(value), result.card, "this run", ""))
     for entry in against:
         for figure in (*entry.of("prefill"), *entry.of("decode")):
-            depth = "depth not stated" if figure.depth is None else f"at {short(figure.depth)}"
-            what = f"{entry.title}: {figure.test} {depth}"
-            rows.append((what, f"{figure.tokens_per_s:,.1f}", entry.card, entry.measured_by, entry.note))
+            what = f"{entry.title}: {figure.test} {figure.where}"
+            rows.append((what, f"{figure.tokens_per_s:,.10g}", entry.card, entry.measured_by, entry.note))
     head = "## Beside figures that others published\n\nNot measured by this project, and on the card named.\n\n"
     return head + _table(("test", "t/s", "card", "measured by", "note"), rows)
 

@@ -48,15 +48,20 @@ def _case_rows(case: CaseResult) -> tuple[Row, Row]:
 
 
 def cell(value: Spread | None) -> str:
-    """`median ± standard deviation`; empty for None."""
-    return "" if value is None else f"{number(value.median)} ± {number(value.std)}"
+    """`median ± standard deviation`, both with the digits of the median; empty for None."""
+    if value is None:
+        return ""
+    digits = _digits(value.median)
+    return f"{value.median:,.{digits}f} ± {value.std:,.{digits}f}"
 
 
 def number(value: float) -> str:
     """Digits that the value deserves: 12,345, 123.4, 1.23."""
-    if abs(value) >= LARGE:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= SMALL else f"{value:.2f}"
+    return f"{value:,.{_digits(value)}f}"
+
+
+def _digits(value: float) -> int:
+    return 0 if abs(value) >= LARGE else 1 if abs(value) >= SMALL else 2
 
 
 def settings_rows(result: Result) -> tuple[tuple[str, str], ...]:

@@ -8,11 +8,11 @@ from typing import Literal
 
 from qwen_nvfp4_serve.bench.result import CaseResult, Result
 from qwen_nvfp4_serve.bench.statistics import Metrics, Spread, spread
+from qwen_nvfp4_serve.units import KIB
 
 Axis = Literal["depth", "concurrency"]
 Pick = Callable[[Metrics], Spread | None]
 WORDS: dict[str, str] = {"depth": "depth {}", "prompt": "pp{}", "generate": "tg{}", "concurrency": "{} streams"}
-KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,8 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """Figures of one case; None where nothing was measured. `total` is over a batch, `request` over each request.
+    """Figures of one case; None where nothing was measured. `request` is over each request that succeeded, `total`
+    over all requests of a batch together, from the batches in which none failed.
 
     prefill, decode, peak in tokens/s. ttfr: to the first event of the stream. prefill_ms: ttfr less the latency of the
     way there. ttft: to the first token. tpot: per token after the first. All times in ms.
@@ -93,8 +94,9 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 def measure(case: Case, batches: Sequence[Batch], *, latency_s: float, cached_tokens: int = 0) -> Metrics:
     """The figures of a case. cached_tokens: prompt tokens that an earlier request left in the cache on purpose."""
-    good = [good_samples(batch) for batch in batches]
-    flat = [sample for samples in good for sample in samples]
+    flat = [sample for batch in batches for sample in good_samples(batch)]
+    # A batch in which a request failed carried a smaller load, so it says nothing of all requests together.
+    whole = [batch for batch in batches if len(good_samples(batch)) == len(batch.samples)]
     prefill_request = spread(
         rate for sample in flat if (rate := _prefill_rate(sample, latency_s, cached_tokens)) is not None
     )
@@ -103,11 +105,11 @@ def measure(case: Case, batches: Sequence[Batch], *, latency_s: float, cached_to
     return Metrics(
         prefill_total=prefill_request
         if alone
-        else spread(_each(_batch_prefill_rate(one, cached_tokens) for one in good)),
+        else spread(_each(_batch_prefill_rate(one.samples, cached_tokens) for one in whole)),
         prefill_request=prefill_request,
-        decode_total=decode_request if alone else spread(_each(_batch_decode_rate(one) for one in good)),
+        decode_total=decode_request if alone else spread(_each(_batch_decode_rate(one.samples) for one in whole)),
         decode_request=decode_request,
-        peak_total=spread(_each(batch.peak_tokens_per_s for batch in batches)),
+        peak_total=spread(_each(batch.peak_tokens_per_s for batch in whole)),
         peak_request=spread(peak for batch in batches for peak in batch.request_peaks_tokens_per_s),
         ttfr_ms=spread(_each(_since_start_ms(sample, sample.first_response_s) for sample in flat)),
         prefill_ms=spread(_each(_prefill_ms(sample, latency_s) for sample in flat)),

@@ -70,6 +70,11 @@ class Case:
         """The name of the decode row: `tg32 @ d4096 (c4)`."""
         return self._name("ctx_tg" if self.phase == "context" else f"tg{self.generate}")
 
+    @property
+    def whole(self) -> str:
+        """A name that no other case of a run has: `pp2048 tg32 @ d4096 (c4)`."""
+        return self._name(f"pp{self.prompt} tg{self.generate}" + (" context" if self.phase == "context" else ""))
+
     def _name(self, test: str) -> str:
         depth = f" @ d{self.depth}" if self.depth else ""
         return f"{test}{depth} (c{self.concurrency})"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +25,7 @@ RESULT, INTERRUPTED, PAGE = "result.json", "interrupted.json", "README.md"
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
-group = typer.Typer(help="Measure a running server, compare runs, draw them.", invoke_without_command=True)
+group = typer.Typer(invoke_without_command=True)
 
 
 class EndpointName(StrEnum):
@@ -128,10 +127,11 @@ def compare(
     from qwen_nvfp4_serve.bench.compare import comparison_markdown, differences, draw_comparison
     from qwen_nvfp4_serve.bench.result import read_result
     from qwen_nvfp4_serve.bench.rows import cell
+    from qwen_nvfp4_serve.cli.bench_screen import screen
 
     one, other = read_result(first), read_result(second)
     found = compare_results(one, other)
-    console = _console()
+    console = screen()
     for name, here, there in differences(one, other):
         console.print(f"{name} differs: {here} and {there}", markup=False)
     table = Table("test", one.label, other.label, "ratio", "")
@@ -154,10 +154,11 @@ def report(
 ) -> None:
     """Make the page and the charts of a run again, from its data alone."""
     from qwen_nvfp4_serve.bench.result import read_result
+    from qwen_nvfp4_serve.cli.bench_screen import screen
 
     names = [name.strip() for name in against.split(",") if name.strip()]
     folder = out or (result if result.is_dir() else result.parent)
-    _write_page(read_result(result), folder, names, _console())
+    _write_page(read_result(result), folder, names, screen())
 
 
 @group.command()
@@ -211,47 +212,18 @@ def _order(
 
 def _measure(order: Order, folder: Path, against: list[str]) -> None:
     from qwen_nvfp4_serve.bench.result import write_result
+    from qwen_nvfp4_serve.cli.bench_screen import run_with_progress, screen, show_result
 
-    console = _console()
-    result = _run(order)
+    console = screen()
+    result = run_with_progress(order)
     file = folder / (RESULT if result.complete else INTERRUPTED)
     write_result(file, result)
-    _show(result, console)
+    show_result(result, console)
     console.print(f"wrote {file}", markup=False)
     if not result.complete:
         raise typer.Exit(EXIT_INTERRUPTED)
     _write_page(result, folder, against, console)
     raise typer.Exit(EXIT_FAILED if result.failure_counts() else 0)
-
-
-def _run(order: Order) -> Result:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    from qwen_nvfp4_serve.bench.runner import Step, run_bench
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
-        task = progress.add_task("starting", total=None)
-
-        def observe(step: Step) -> None:
-            failed = f"  [red]{step.failures} failed[/]" if step.failures else ""
-            progress.update(task, total=step.total, completed=step.done, description=step.doing + failed)
-
-        return run_bench(order, observe)
 
 
 def _write_page(result: Result, folder: Path, names: list[str], console: Console) -> None:
@@ -268,32 +240,3 @@ def _write_page(result: Result, folder: Path, names: list[str], console: Console
         console.print(f"WARNING: {error}", markup=False)
     (folder / PAGE).write_text(markdown(result, charts, against), encoding="utf-8")
     console.print(f"wrote {folder / PAGE} and {len(charts)} charts", markup=False)
-
-
-def _show(result: Result, console: Console) -> None:
-    from rich.table import Table
-
-    from qwen_nvfp4_serve.bench.rows import HEADERS, table_rows
-
-    table = Table(title=f"{result.label}: {result.server.model} on {result.card}")
-    for index, header in enumerate(HEADERS):
-        table.add_column(header, justify="right" if index else "left", no_wrap=True)
-    for row in table_rows(result):
-        table.add_row(row.test, *row.cells, style="red" if row.failed else None)
-    console.print(table)
-    for kind, count in result.failure_counts().items():
-        console.print(f"{count} requests failed: {kind}", style="red", markup=False)
-    for case in result.cases:
-        if case.goodput is not None:
-            seen = case.goodput
-            name = f"{case.case.prefill}, {case.case.decode}"
-            console.print(
-                f"goodput of {name}: {seen.good}/{seen.requests}, {seen.good_requests_per_s:.2f} requests/s",
-                markup=False,
-            )
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False, soft_wrap=True)

@@ -1,0 +1,190 @@
+"""Pages, charts, comparisons and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.bench_results import made_result
+from tests.bench_stand_in import Script, scripted
+
+from qwen_nvfp4_serve.bench.charts import draw_charts
+from qwen_nvfp4_serve.bench.compare import compare, comparison_markdown, differences, draw_comparison
+from qwen_nvfp4_serve.bench.published import find_published
+from qwen_nvfp4_serve.bench.report import markdown
+from qwen_nvfp4_serve.bench.result import read_result, write_result
+from qwen_nvfp4_serve.bench.samples import Failure
+from qwen_nvfp4_serve.bench.series import lines
+from qwen_nvfp4_serve.errors import UsageError
+
+COMMAND = Path(sys.executable).parent / "qwen-nvfp4"
+SEEDS = find_published(["seed_35b", "seed_27b_marlin", "seed_27b_cutlass"])
+
+
+def size_of(png: Path) -> tuple[int, int]:
+    head = png.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
+
+
+def test_markdown_names_card_failures_and_every_row() -> None:
+    page = markdown(made_result(failure=Failure("dropped", "a|b")))
+    assert "Measured on: **NVIDIA H200**" in page
+    assert "1 of 30 measured requests failed." in page
+    assert "- 1 x dropped: a\\|b" in page
+    assert "| tg32 @ d4096 (c1) | 100.0 ±" in page
+    assert "| 1/12 |" in page
+    assert "| NVIDIA H200 | driver 580.1, SM 1980 of 1980 MHz" in page
+    assert "`Using MarlinLinearKernel for NVFP4 GEMM`" in page
+
+
+def test_markdown_published_rows_stand_beside_ours_with_their_card() -> None:
+    page = markdown(made_result(), against=SEEDS)
+    assert "| 35B stack (Marlin): decode at 4K | 196 | GeForce RTX 5090 |" in page
+    assert "| 35B stack (Marlin): decode at 256K | 156 | GeForce RTX 5090 |" in page
+    assert "| 27B stack, Marlin: decode depth not stated | 80 | GeForce RTX 5090 |" in page
+    assert "| **tg32 @ d4096 (c1)** | 100.0 ±" in page
+    assert "| NVIDIA H200 | this run |" in page
+
+
+def test_markdown_goodput_and_interruption_are_said() -> None:
+    page = markdown(made_result(ttft_limit_ms=150.0, tpot_limit_ms=9.95, complete=False))
+    assert "**Interrupted: some cases are missing.**" in page
+    assert "## Goodput within first token 150 ms, each token after 9.95 ms" in page
+    assert "| pp2048 (c1), tg32 (c1) | 1/3 |" in page  # the run 1 % faster than 100 tokens/s
+
+
+def test_lines_name_only_what_varies() -> None:
+    result = made_result(prompts=(512, 2048))
+    found = lines(result, "depth", lambda seen: seen.decode_total)
+    assert [line.label for line in found] == [
+        "pp512, 1 stream",
+        "pp512, 4 streams",
+        "pp2K, 1 stream",
+        "pp2K, 4 streams",
+    ]
+    assert [point.x for point in found[0].points] == [0, 4096]
+    (only,) = lines(made_result(concurrencies=(1,)), "depth", lambda seen: seen.decode_total)
+    assert only.label == ""
+
+
+def test_charts_are_drawn_from_the_file_alone(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_result(tmp_path / "result.json", made_result(failure=Failure("http", "HTTP 500")))
+    made = draw_charts(read_result(tmp_path), tmp_path, SEEDS)
+    assert [png.name for png in made] == ["depth.png", "streams.png", "latency.png", "published.png"]
+    for png in made:
+        assert min(size_of(png)) > 400
+        assert png.with_suffix(".svg").stat().st_size > 5000
+    assert "RTX 5090, at 256K" in (tmp_path / "published.svg").read_text()
+
+
+def test_charts_of_one_case_are_an_overview_and_equal_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = made_result(depths=(0,), concurrencies=(1,))
+    first = draw_charts(result, tmp_path / "a")
+    assert [png.name for png in first] == ["overview.png", "latency.png"]
+    draw_charts(result, tmp_path / "b")
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
+
+
+def test_charts_of_a_run_in_which_all_failed_are_still_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = made_result(depths=(0,), concurrencies=(1,), runs=1, failure=Failure("connect", "refused"))
+    assert result.cases[0].metrics.decode_total is None
+    assert len(draw_charts(result, tmp_path, SEEDS)) == 3
+
+
+def test_compare_ratio_spread_and_verdict() -> None:
+    first, second = made_result(100.0, label="stock"), made_result(130.0, label="ours")
+    found = {one.name: one for one in compare(first, second)}
+    decode = found["tg32 @ d4096 (c1) t/s"]
+    assert decode.ratio == pytest.approx(1.3)
+    assert decode.ratio_std == pytest.approx(1.3 * 2**0.5 * 0.01 * (2 / 3) ** 0.5, rel=0.01)
+    assert decode.verdict == "better"
+    assert found["pp2048 (c1) t/s"].verdict == "noise"
+    assert {one.verdict for one in compare(second, first) if one.name.startswith("tg")} == {"worse"}
+
+
+def test_compare_unequal_settings_are_all_named() -> None:
+    with pytest.raises(UsageError, match=r"runs 3 and 4; seed 0 and 7"):
+        compare(made_result(), made_result(runs=4, seed=7))
+
+
+def test_compare_interrupted_run_is_refused() -> None:
+    with pytest.raises(UsageError, match="an interrupted run"):
+        compare(made_result(), made_result(complete=False))
+
+
+def test_compare_says_what_else_differs_and_draws_both(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first, second = made_result(label="stock"), made_result(120.0, label="ours")
+    second = dataclasses.replace(second, server=dataclasses.replace(second.server, kernels=("Using ours",)))
+    assert [name for name, *_ in differences(first, second)] == ["kernels"]
+    found = compare(first, second)
+    assert "| tg32 (c1) t/s |" in comparison_markdown(first, second, found)
+    assert min(size_of(draw_comparison(first, second, found, tmp_path))) > 400
+
+
+def command(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, "bench", *words], cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_command_measures_shows_failures_and_exits_1(tmp_path: Path) -> None:
+    script = Script(tokens_per_s=4000, faults={1: "http"})
+    with scripted(script) as url:
+        words = ("--base-url", url, "--out", "run", "--prompt", "32", "--generate", "8", "--runs", "3", "--warmup", "0")
+        done = command(*words, folder=tmp_path)
+        again = command(*words, folder=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "failed measured requests: 1 http" in done.stdout
+    assert "1/3" in done.stdout
+    assert read_result(tmp_path / "run").failure_counts() == {"http": 1}
+    assert (tmp_path / "run" / "README.md").is_file()
+    assert again.returncode == 2
+    assert "Name another folder" in again.stderr
+
+
+def test_command_interrupted_keeps_finished_cases_and_no_result(tmp_path: Path) -> None:
+    script = Script(tokens_per_s=100)
+    with scripted(script) as url:
+        words = ["--base-url", url, "--out", "run", "--prompt", "32", "--generate", "4,400", "--runs", "1"]
+        process = subprocess.Popen(
+            [COMMAND, "bench", *words, "--warmup", "0"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        deadline = time.monotonic() + 60
+        while script.streamed < 2:
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert [file.name for file in (tmp_path / "run").iterdir()] == ["interrupted.json"]
+    result = read_result(tmp_path / "run" / "interrupted.json")
+    assert not result.complete
+    assert [case.case.generate for case in result.cases] == [4]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--depth", "0,many", "--out", "x"], "--depth: seen '0,many'"),
+        (["--out", "x", "--against", "nobody"], "--against: seen nobody"),
+        ([], "--out: seen nothing"),
+        (["compare", "a.json", "b.json"], "result a.json: seen No such file"),
+    ],
+)
+def test_command_wrong_use_is_exit_2_and_one_sentence(tmp_path: Path, words: list[str], says: str) -> None:
+    done = command(*words, folder=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
