@@ -1,18 +1,22 @@
 // y[M, N] = x[M, K] W[N, K]^T * row_scale[N] (+ bias[N]) for small M: NVFP4 weights read in place, bf16 x and y.
 //
-// The work is row blocks x steps of 128 columns, dealt out evenly: CTA c takes steps [T c / G, T (c + 1) / G) of the
-// flattened list, so it owns whole row blocks, or parts of them. Parts go to `partial`; the CTA that completes a row
+// The work is row blocks x steps of 128 or 256 columns, dealt out evenly: CTA c takes steps [T c / G, T (c + 1) / G) of
+// the flattened list, so it owns whole row blocks, or parts of them. Parts go to `partial`; the CTA that completes a row
 // block adds them in the order of their columns, so the result does not depend on which one that was.
 #include "layout.cuh"
 #include "linear.h"
 
 #if !defined(NVFP4_VARIANTS)
 // Parts, tiles, warps, steps in a stage, CTAs per multiprocessor. Chosen from all that were measured: docs/kernels.md.
-#define NVFP4_VARIANTS variant<2, 1, 8, 4, 2>(), variant<1, 1, 8, 4, 2>(), variant<1, 2, 8, 2, 2>(), variant<1, 4, 12, 2, 1>(), variant<1, 6, 8, 2, 1>(), variant<1, 8, 8, 2, 1>()
+#define NVFP4_VARIANTS                                                                  \
+    variant<2, 1, 8, 4, 2>(), variant<1, 1, 8, 4, 2>(), variant<1, 2, 8, 2, 2>(),        \
+        variant<1, 4, 12, 2, 1>(), variant<1, 6, 8, 2, 1>(), variant<1, 8, 8, 2, 1>()
 #endif
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+
+#include <mutex>
 
 namespace nvfp4 {
 namespace {
@@ -181,7 +185,7 @@ __device__ __forceinline__ void multiply_step(float (&acc)[2][S::tiles][4], cons
     }
 }
 
-// What a lane's accumulators of one row quarter and tile hold: the tokens from first_token on, up to two.
+// Scales the sums of a row block, adds the bias, rounds and stores.
 template <class S>
 __device__ __forceinline__ void store_block(const Params& p, int block, const float (&acc)[2][S::tiles][4]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, w = block * S::warps + threadIdx.x / 32;
@@ -226,11 +230,11 @@ __device__ __forceinline__ bool combine_block(const Params& p, int block, bool s
         __stcg(mine + i * S::threads, make_float4(v[0], v[1], v[2], v[3]));
     }
     __shared__ unsigned arrived_before;
-    unsigned arrived_before_here;
-    __syncthreads();  // orders every thread's part before thread 0's fence, which publishes them all
+    __syncthreads();  // orders every thread's part before thread 0's release, which publishes them all
     if (threadIdx.x == 0) {
-        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(arrived_before_here) : "l"(p.arrived + block) : "memory");
-        arrived_before = arrived_before_here;
+        unsigned before;
+        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(p.arrived + block) : "memory");
+        arrived_before = before;
     }
     __syncthreads();
     if (arrived_before != unsigned(last - first)) return false;
@@ -395,6 +399,8 @@ struct Residency {
 
 cudaError_t residency(const Residency** result) {
     static Residency table[kMaxDevices];
+    static std::mutex busy;
+    const std::lock_guard<std::mutex> held(busy);
     int device = 0;
     if (const auto error = cudaGetDevice(&device)) return error;
     if (device >= kMaxDevices) return cudaErrorInvalidDevice;

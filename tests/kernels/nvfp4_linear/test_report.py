@@ -1,0 +1,34 @@
+"""The documentation's tables against the measurement they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qwen_nvfp4_serve.kernels.nvfp4_linear import report
+from qwen_nvfp4_serve.kernels.nvfp4_linear.shapes import SHAPES
+
+ROOT = Path(__file__).parents[3]
+RESULT = json.loads((ROOT / "docs/results/linear-h200.json").read_text())
+
+
+def test_documentation_holds_the_tables_of_the_result() -> None:
+    assert report.tables(RESULT) in (ROOT / "docs/kernels.md").read_text()
+
+
+def test_result_has_every_layer_and_names_its_origin() -> None:
+    assert {row["shape"] for row in RESULT["rows"]} == {shape.name for shape in SHAPES}
+    assert {"card", "commit", "torch", "vllm", "read_gbps"} <= RESULT.keys()
+
+
+def test_result_was_correct_everywhere() -> None:
+    errors = [error for by_m in RESULT["checked"].values() for error in by_m.values()]
+    assert len(errors) == len(SHAPES) * 15
+    assert max(errors) <= 1.0
+
+
+@pytest.mark.parametrize("row", RESULT["rows"][:3], ids=lambda row: f"M{row['M']}")
+def test_table_cell_shows_time_and_ratio(row: dict[str, float]) -> None:
+    assert f"{row['ours_us']:.1f} ({row['marlin_us'] / row['ours_us']:.2f})" in report.tables(RESULT)
