@@ -31,8 +31,17 @@ def missing(thing: str) -> str | None:
     return None if probe() else reason
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--full`: the slow tests too."""
+    parser.addoption("--full", action="store_true", help="run the tests marked slow too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, or fail it when REQUIRE names it (REQUIRE=docker,nvcc)."""
+    if not config.getoption("--full"):
+        for item in items:
+            if item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.skip(reason="slow: run with --full"))
     required = {word.strip() for word in os.environ.get("REQUIRE", "").split(",") if word.strip()}
     unknown = required - PROBES.keys()
     if unknown:
