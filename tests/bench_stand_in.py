@@ -19,9 +19,10 @@ METRICS = 'vllm:cache_config_info{block_size="16",cache_dtype="fp8",enable_prefi
 class Script:
     """How the server behaves, and what it saw.
 
-    bundles: tokens of each stream event in turn, repeated; prefill_s: pause before the first. counts: whether events
-    carry a running count. faults: what goes wrong with the n-th streamed request. true_rates: of each whole stream,
-    from its own clock: tokens after the first event over the time to the last.
+    bundles: tokens of each stream event in turn, repeated. prefill_s: pause before the first. counts: whether events
+    carry a running count. early_role: send the role of a chat answer before the prefill, not with the first token.
+    faults: what goes wrong with the n-th streamed request. true_rates: of each whole stream, from the server's own
+    clock: tokens after the first event over the time to the last.
     """
 
     tokens_per_s: float = 400.0
@@ -31,6 +32,7 @@ class Script:
     has_tokenize: bool = True
     overhead: int = 3
     dear_words: bool = False
+    early_role: bool = False
     faults: dict[int, str] = field(default_factory=dict)
     streamed: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -86,8 +88,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        if "messages" in body:
-            self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}, prompt_tokens, 0, counts)
+        role = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+        if "messages" in body and script.early_role:
+            self._event(role, prompt_tokens, 0, counts)
         begin_s = time.perf_counter() + script.prefill_s
         sent = turn = first = 0
         sent_at: list[float] = []
@@ -98,6 +101,8 @@ class Handler(BaseHTTPRequestHandler):
             if fault not in ("", "no usage") and sent >= wanted // 2:
                 self._fail(fault)
                 return
+            if "messages" in body and not sent and not script.early_role:
+                self._event(role, prompt_tokens, 0, counts)
             sent, turn = sent + bundle, turn + 1
             first = first or sent
             sent_at.append(time.perf_counter())
@@ -136,10 +141,11 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def _json(self, status: int, body: dict[str, Any]) -> None:
-        self._send(status, json.dumps(body).encode())
+        self._send(status, json.dumps(body).encode(), "application/json")
 
-    def _send(self, status: int, payload: bytes) -> None:
+    def _send(self, status: int, payload: bytes, kind: str = "text/plain") -> None:
         self.send_response(status)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
         self.wfile.write(payload)

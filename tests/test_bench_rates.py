@@ -62,6 +62,15 @@ def test_prefill_rate_counts_the_whole_prompt_over_its_time() -> None:
     assert metrics.prefill_total.median == pytest.approx(400 / 0.2, rel=0.1)
 
 
+def test_prefill_rate_of_a_server_that_sends_an_empty_event_first_is_not_fooled() -> None:
+    script = Script(prefill_s=0.2, early_role=True)
+    metrics = only(bench(script, prompts=(400,), endpoint="chat")).metrics
+    assert metrics.prefill_total is not None
+    assert metrics.ttfr_ms is not None
+    assert metrics.prefill_total.median == pytest.approx(400 / 0.2, rel=0.15)
+    assert metrics.ttfr_ms.median < 150
+
+
 @pytest.mark.parametrize("has_tokenize", [True, False])
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 @pytest.mark.parametrize("depth", [0, 100])

@@ -75,7 +75,7 @@ def settings_rows(result: Result) -> tuple[tuple[str, str], ...]:
         ("server", f"{server.base_url}{' (another machine)' if machine.remote else ''}"),
         ("runs", f"{workload.runs} counted after {workload.warmup_runs} warm-up, seed {workload.seed}"),
         ("requests", _requests(result)),
-        ("latency", f"{result.latency_ms:.2f} ms ({workload.latency_mode}), taken off ttfr to give est_ppt"),
+        ("latency", f"{result.latency_ms:.2f} ms ({workload.latency_mode}), taken off e2e_ttft to give est_ppt"),
         ("host", f"{machine.cpu or 'unknown CPU'}, {machine.cpu_count} threads, {machine.system}"),
     ]
     for card in machine.cards_after or ():

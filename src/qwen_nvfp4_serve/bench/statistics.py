@@ -47,8 +47,8 @@ class Metrics:
     """Figures of one case; None where nothing was measured. `request` is over each request that succeeded, `total`
     over all requests of a batch together, from the batches in which none failed.
 
-    prefill, decode, peak in tokens/s. ttfr: to the first event of the stream. prefill_ms: ttfr less the latency of the
-    way there. ttft: to the first token. tpot: per token after the first. All times in ms.
+    prefill, decode, peak in tokens/s. ttfr: to the first event of the stream. ttft: to the first token.
+    prefill_ms: ttft less the latency of a small request. tpot: per token after the first. All times in ms.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -183,9 +183,10 @@ def _decoded(sample: Sample) -> tuple[float, float]:
 
 
 def _prefill_ms(sample: Sample, latency_s: float) -> float | None:
-    if sample.first_response_s is None:
+    # To the first token, where llama-benchy takes the first event: the same on vLLM, which sends none before it.
+    if sample.first_token_s is None:
         return None
-    return MS * max(0.0, sample.first_response_s - sample.start_s - latency_s)
+    return MS * max(0.0, sample.first_token_s - sample.start_s - latency_s)
 
 
 def _prefill_rate(sample: Sample, latency_s: float, cached_tokens: int) -> float | None:

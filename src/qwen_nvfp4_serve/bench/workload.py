@@ -22,7 +22,7 @@ class Workload:
     depths: context before the prompt. generates: tokens asked for. concurrencies: requests sent at the same moment.
     runs, warmup_runs: counted and uncounted batches of each case. cached_context: send the context first, so that
     the measured request finds it in the prefix cache. reuse_prompts: send the same prompts in every run, which a
-    prefix cache may answer. latency_mode: what is taken off the time to first response to estimate prefill time.
+    prefix cache may answer. latency_mode: what is taken off the time to first token to estimate prefill time.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")

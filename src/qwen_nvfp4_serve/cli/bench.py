@@ -66,7 +66,7 @@ def bench(
     ignore_eos: bool = typer.Option(True, help="Ask for exactly the tokens of --generate (vLLM's ignore_eos)."),
     temperature: float = typer.Option(0.0, help="Sampling temperature."),
     endpoint: EndpointName = typer.Option(EndpointName.completions, help="Which API to measure."),
-    latency_mode: LatencyName = typer.Option(LatencyName.api, help="What to take off the time to first response."),
+    latency_mode: LatencyName = typer.Option(LatencyName.api, help="What to take off the time to first token."),
     timeout_s: float = typer.Option(600.0, help="A request that takes longer has failed."),
     ttft_ms: float | None = typer.Option(None, help="Goodput: limit of the time to first token."),
     tpot_ms: float | None = typer.Option(None, help="Goodput: limit of the time per token after the first."),
