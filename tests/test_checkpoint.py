@@ -450,3 +450,5 @@ def test_knows_type_installed_transformers_decides() -> None:
     pytest.importorskip("transformers")
     assert knows_type("qwen3_5_moe") is True
     assert knows_type("no_such_type") is False
+    assert knows_type("../../etc") is False
+    assert knows_type("x" * 5000) is False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 from qwen_nvfp4_serve.checkpoint.faults import Fault
@@ -36,6 +37,8 @@ def inspect_folder(folder: Path, *, speculative_tokens: int = 0, vision: bool = 
 def knows_type(model_type: str) -> bool | None:
     """Whether the installed transformers or vLLM has `model_type`; None when neither is installed. Imports nothing."""
     base = model_type.removesuffix("_text")
+    if not re.fullmatch(r"\w{1,64}", base):
+        return False  # it becomes a file name below
     found = [
         (Path(spec.submodule_search_locations[0]) / where).exists()
         for package, where in (
