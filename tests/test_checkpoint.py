@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from qwen_nvfp4_serve.checkpoint import Report, inspect_folder, knows_type, plan_model, require_servable
-from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
-from qwen_nvfp4_serve.planner import PlanRequest, plan
-from qwen_nvfp4_serve.synthetic import ARCHITECTURES, STYLES, CheckpointSpec, write_checkpoint
 from tests.checkpoint_files import (
     LAYER,
     NVFP4_GROUP,
@@ -23,6 +18,11 @@ from tests.checkpoint_files import (
     write_config,
     write_shard,
 )
+
+from qwen_nvfp4_serve.checkpoint import Report, inspect_folder, knows_type, plan_model, require_servable
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
+from qwen_nvfp4_serve.planner import PlanRequest, plan
+from qwen_nvfp4_serve.synthetic import ARCHITECTURES, STYLES, CheckpointSpec, write_checkpoint
 
 CASES = {
     case["id"]: case for case in json.loads((Path(__file__).parent / "data" / "checkpoint_cases.json").read_text())
