@@ -93,7 +93,7 @@ def attempt(folder: Path) -> None:
         one_line(error)
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(damaged(CONFIG), st.none() | damaged(MODELOPT), st.none() | damaged(INDEX), st.booleans())
 def test_inspect_damaged_json_ends_in_a_report_or_a_sentence(config: Any, quant: Any, index: Any, nested: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -115,7 +115,7 @@ HEADER = {
 }
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(damaged(HEADER), st.binary(max_size=40))
 def test_inspect_damaged_header_ends_in_a_report_or_a_sentence(header: Any, tail: bytes) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -133,7 +133,7 @@ FACTS: dict[str, Any] = {
 }
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(damaged(FACTS))
 def test_doctor_damaged_facts_end_in_checks_or_a_sentence(facts: Any) -> None:
     if not isinstance(facts, dict):

@@ -185,6 +185,11 @@ def test_plan_free_memory_below_the_table_gives_a_smaller_utilization() -> None:
     assert busy.gpu_memory_utilization * find_gpu("rtx-5090").usable_bytes <= 28.5 * GIB
 
 
+@pytest.mark.parametrize("asked", [0.5, 0.89, 0.9, 0.95])
+def test_plan_utilization_asked_for_is_given_where_it_is_free(asked: float) -> None:
+    assert plan(request(gpu="rtx-5090", utilization=asked)).gpu_memory_utilization == asked
+
+
 def test_plan_earlier_shortfall_lowers_the_pool() -> None:
     first, second = plan(request(gpu="rtx-5090")), plan(request(gpu="rtx-5090", extra_bytes=GIB))
     assert first.pool_bytes is not None

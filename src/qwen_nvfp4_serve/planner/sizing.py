@@ -139,4 +139,5 @@ def utilization(sizing: Sizing) -> float | None:
     """Fraction of the card's total for vLLM, which will not start unless that much is free; None without a card."""
     if sizing.budget is None:
         return None
-    return int(sizing.budget.usable / sizing.budget.total * 1000) / 1000
+    # Rounded down to a thousandth; the last term undoes the float error of a fraction that was asked for.
+    return int(sizing.budget.usable / sizing.budget.total * 1000 + 1e-3) / 1000
