@@ -110,13 +110,13 @@ class Handler(BaseHTTPRequestHandler):
                 {"delta": {"content": "x" * bundle}} if "messages" in body else {"text": "x" * bundle}
             )
             self._event({"choices": [{**delta, "finish_reason": None}]}, prompt_tokens, sent, counts)
+        if len(sent_at) > 1:
+            script.true_rates.append((sent - first) / (sent_at[-1] - sent_at[0]))
         if fault != "no usage":
             usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sent}
             self._chunk(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n")
         self._chunk("data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
-        if len(sent_at) > 1:
-            script.true_rates.append((sent - first) / (sent_at[-1] - sent_at[0]))
 
     def _fail(self, fault: str) -> None:
         if fault == "error event":

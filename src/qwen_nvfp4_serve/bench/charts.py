@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MAX_STRIPS = 24  # more cases than this and the strips of single requests are not readable
+LIMIT_ROOM = 2.0  # a limit further out than this many times the slowest request would flatten the chart
 Bar = tuple[str, float, float, str]
 
 
@@ -128,13 +129,15 @@ def _strips(axes: Axes, cases: Sequence[CaseResult], what: str, limit_ms: float 
     axes.set_yticks(range(len(cases)), labels=names, fontsize=8.5)
     for label, case in zip(axes.get_yticklabels(), cases, strict=True):
         label.set_color(FAULT if case.failures else "#000000")
-    if limit_ms is not None:
+    axes.set_ylim(len(cases) - 0.5, -0.5)
+    seen_ms = axes.get_xlim()[1]
+    beyond = limit_ms is not None and limit_ms > LIMIT_ROOM * seen_ms
+    if limit_ms is not None and not beyond:
         axes.axvline(limit_ms, color=FAULT, linestyle="--", linewidth=1.2, label=f"limit {limit_ms:g} ms")
         axes.legend()
-    axes.set_ylim(len(cases) - 0.5, -0.5)
     axes.set_xlim(0, 1.06 * axes.get_xlim()[1])
     axes.grid(visible=True, axis="x")
-    axes.set_xlabel("ms (orange: median)")
+    axes.set_xlabel("ms (orange: median)" + (f"; the limit is {limit_ms:g}" if beyond else ""))
 
 
 def _against(result: Result, folder: Path, against: Sequence[Published]) -> Path:
