@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 
 def ready(
     env_file: Path = typer.Option(
-        Path(".env"), "--env-file", help="Settings of the server; its port and key are used."
+        Path(".env"), "--env-file", readable=False, help="Settings of the server; its port and key are used."
     ),
 ) -> None:
     """Ask the running server for one token. Exit code 0: it answered since its start and answers now; else 1."""

@@ -25,7 +25,7 @@ def serve(
         False, "--dry-run", help="Print the exact command and environment, secrets masked, and exit."
     ),
     env_file: Path = typer.Option(
-        ENV_FILE, "--env-file", help="File with KEY=value lines; the environment wins over it."
+        ENV_FILE, "--env-file", readable=False, help="File with KEY=value lines; the environment wins over it."
     ),
 ) -> None:
     """Serve the model that .env and the environment name on an OpenAI-compatible endpoint."""

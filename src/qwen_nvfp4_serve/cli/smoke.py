@@ -21,7 +21,9 @@ def register(app: typer.Typer) -> None:
 def smoke(
     base_url: str = typer.Option("", "--base-url", help="Endpoint to ask; by default the one that the settings serve."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
-    env_file: Path = typer.Option(Path(".env"), "--env-file", help="Settings of the server; its key is used."),
+    env_file: Path = typer.Option(
+        Path(".env"), "--env-file", readable=False, help="Settings of the server; its key is used."
+    ),
 ) -> None:
     """Check a running server: right requests answered, wrong ones refused. Exit code 1 if anything fails."""
     from qwen_nvfp4_serve.smoke import connect, run_checks
