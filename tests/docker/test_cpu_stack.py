@@ -88,16 +88,17 @@ def test_openai_client_from_outside_streams_an_answer(stack: Stack) -> None:
     assert any(chunk.choices and chunk.choices[0].finish_reason for chunk in chunks)
 
 
-def test_kill_of_a_worker_ends_the_container_and_it_serves_again(stack: Stack) -> None:
-    kill = 'for p in /proc/[0-9]*; do [ "$(cat $p/comm)" = VLLM::Worker ] && kill -9 "${p#/proc/}"; done; true'
+@pytest.mark.parametrize("title", ["VLLM::EngineCor", pytest.param("VLLM::Worker", marks=pytest.mark.slow)])
+def test_kill_of_the_engine_ends_the_container_and_it_serves_again(stack: Stack, title: str) -> None:
+    lives = stack.inspect()["RestartCount"]
+    kill = f'for p in /proc/[0-9]*; do [ "$(cat $p/comm)" = {title} ] && kill -9 "${{p#/proc/}}"; done; true'
     assert stack.execute("sh", "-c", kill).returncode == 0
-    gone_s = wait_until("the container ends", lambda: stack.inspect()["RestartCount"] == 1, within_s=10)
-    assert gone_s < 10
+    wait_until("the container ends", lambda: stack.inspect()["RestartCount"] == lives + 1, within_s=10)
     wait_until("it serves again", lambda: stack.health() == "healthy", within_s=300, every_s=2)
     assert stack.post({"prompt": "1, 2", "max_tokens": 1}).status_code == 200
     failed = [row for row in stack.stages() if row["stage"] == "failed"]
-    assert len(failed) == 1
-    assert "ended by itself" in failed[0]["message"]
+    assert len(failed) == lives + 1
+    assert "ended by itself" in failed[-1]["message"]
 
 
 def test_stop_ends_four_open_streams_properly_and_takes_no_new_work(stack: Stack) -> None:
@@ -112,8 +113,9 @@ def test_stop_ends_four_open_streams_properly_and_takes_no_new_work(stack: Stack
         stream.join(timeout=60)
     stopping.join(timeout=60)
     assert all(stream.lines[-1] == "data: [DONE]" for stream in streams), [stream.lines[-2:] for stream in streams]
-    assert not any("error" in json.loads(stream.lines[-2][6:]) for stream in streams[:2])
-    assert all(json.loads(stream.lines[-2][6:])["error"]["code"] == 503 for stream in streams[2:])
+    last = [stream.lines[-2] for stream in streams]
+    assert not any("error" in line for line in last[:2]), f"{last}\n{stack.logs()[-5000:]}"
+    assert all(json.loads(line[6:])["error"]["code"] == 503 for line in last[2:]), last
     state = stack.inspect()["State"]
     assert (state["Status"], state["ExitCode"]) == ("exited", 0)
     assert stack.stages()[-1]["stage"] == "stopped"
