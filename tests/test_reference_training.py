@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("torchvision._meta_registrations"))
 torch = pytest.importorskip("torch")
 
-from training import export  # noqa: E402
+from training import checkpoint, export  # noqa: E402
 from training.calibrate import input_amax  # noqa: E402
 from training.config import MODELS, TINY  # noqa: E402
 from training.gdn import gated_delta_rule, unit_lower_inverse  # noqa: E402
@@ -96,7 +96,7 @@ def test_write_both_packagings_same_weights(tmp_path: Path) -> None:
     tokens = torch.arange(64)[None]
     largest = input_amax(model, Rows(tokens, torch.zeros_like(tokens), *rotary(64, tokens.device, torch.float32)))
     export.write_compressed_tensors(tmp_path / "ct", TINY, model.state_dict(), largest)
-    export.write_modelopt(tmp_path / "mo", TINY, model.state_dict(), largest)
+    export.convert_to_modelopt(tmp_path / "ct", tmp_path / "mo")
     ours, theirs = (load_file(str(tmp_path / name / "model.safetensors")) for name in ("ct", "mo"))
     modules = [name.removesuffix(".weight_packed") for name in ours if name.endswith(".weight_packed")]
     assert len(modules) > 30
@@ -116,6 +116,21 @@ def test_write_both_packagings_same_weights(tmp_path: Path) -> None:
         json.loads((tmp_path / "ct/config.json").read_text())["quantization_config"]["quant_method"]
         == "compressed-tensors"
     )
+
+
+def test_read_checkpoint_gives_the_rounded_parameters(tmp_path: Path) -> None:
+    model = ReferenceModel(TINY)
+    initialize(model, 6)
+    largest = dict.fromkeys(export.quantize(export.published(model.state_dict()))[0], 8.0)
+    export.write_compressed_tensors(tmp_path, TINY, model.state_dict(), largest)
+    config, state = checkpoint.read(tmp_path)
+    assert config == TINY
+    assert {name: tensor.shape for name, tensor in state.items()} == {
+        name: parameter.shape for name, parameter in model.named_parameters()
+    }
+    error = state["layers.0.mlp.experts.down_proj"] - model.get_parameter("layers.0.mlp.experts.down_proj")
+    assert 0.05 < error.norm() / model.get_parameter("layers.0.mlp.experts.down_proj").norm() < 0.15
+    assert checkpoint.input_amax_of(tmp_path) == pytest.approx(largest)
 
 
 @pytest.mark.slow

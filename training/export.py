@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qwen_nvfp4_serve.kernels.nvfp4 import Nvfp4Tensor, divisor_from_global_scale, quantize_nvfp4
+from qwen_nvfp4_serve.kernels.nvfp4 import (
+    Nvfp4Tensor,
+    divisor_from_global_scale,
+    global_scale_from_divisor,
+    quantize_nvfp4,
+)
+from training.checkpoint import dequantized
 from training.config import CONV_KERNEL, EPS, HEAD_DIM, LINEAR_HEAD_DIM, ROPE_THETA, ModelConfig
 from training.quant import E2M1_MAX, E4M3_MAX
-from training.tokenizer import PLAIN_ADDED_TOKENS, REFERENCE_DIR, SPECIAL_TOKENS, load
+from training.tokenizer import REFERENCE_DIR, load
 
 CONTEXT = 4096
 Json = dict[str, Any]
@@ -246,16 +252,8 @@ def write_compressed_tensors(
     _write(folder, model_config(config, compressed_tensors_config()), tensors)
 
 
-def write_modelopt(
-    folder: Path, config: ModelConfig, state: dict[str, Tensor], input_amax: Mapping[str, float]
-) -> None:
-    """The same weights in ModelOpt form: global scales are multipliers."""
-    packed, tensors = quantize(published(state))
-    for module, weight in packed.items():
-        tensors[f"{module}.weight"] = weight.packed
-        tensors[f"{module}.weight_scale"] = weight.block_scale
-        tensors[f"{module}.weight_scale_2"] = weight.global_scale.reshape(())
-        tensors[f"{module}.input_scale"] = torch.tensor(input_amax[module] / (E2M1_MAX * E4M3_MAX))
+def modelopt_config() -> Json:
+    """`quantization_config` of a ModelOpt NVFP4 checkpoint (W4A4)."""
     exclude = [
         "lm_head",
         "*embed_tokens",
@@ -266,7 +264,7 @@ def write_modelopt(
         "*conv1d",
         "mtp.fc",
     ]
-    quantization = {
+    return {
         "exclude_modules": exclude,
         "group_size": 16,
         "ignore": exclude,
@@ -274,9 +272,31 @@ def write_modelopt(
         "quant_algo": "NVFP4",
         "quant_method": "modelopt",
     }
-    _write(folder, model_config(config, quantization), tensors)
 
 
-def added_tokens() -> tuple[str, ...]:
-    """All tokens that are never split."""
-    return SPECIAL_TOKENS + PLAIN_ADDED_TOKENS
+def convert_to_modelopt(source: Path, folder: Path) -> None:
+    """Rewrite a compressed-tensors checkpoint in ModelOpt form: the same codes and block scales."""
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in load_file(str(source / "model.safetensors")).items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight_packed":
+            tensors[f"{module}.weight"] = tensor
+        elif kind == "weight_global_scale":
+            tensors[f"{module}.weight_scale_2"] = global_scale_from_divisor(tensor).reshape(())
+        elif kind == "input_global_scale":
+            tensors[f"{module}.input_scale"] = global_scale_from_divisor(tensor).reshape(())
+        else:
+            tensors[name] = tensor
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": modelopt_config()}
+    _write(folder, config, tensors)
+
+
+def convert_to_bf16(source: Path, folder: Path) -> None:
+    """Rewrite a compressed-tensors checkpoint with every weight dequantized to BF16."""
+    tensors = {
+        name: tensor if name.endswith("A_log") else tensor.to(torch.bfloat16)
+        for name, tensor in dequantized(load_file(str(source / "model.safetensors"))).items()
+    }
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config")
+    _write(folder, config, tensors)

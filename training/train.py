@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from training.checkpoint import read as read_checkpoint
 from training.config import MODELS
 from training.evaluate import Scored, evaluate, prepare, targets
 from training.model import Block, ReferenceModel, Rows, Switches, initialize, rotary
@@ -54,6 +55,7 @@ class Options:
 
     model: str
     state: Path
+    start_from: Path | None
     total_seconds: float
     slice_seconds: float
     max_steps: int
@@ -241,6 +243,8 @@ def run(options: Options) -> dict[str, Any]:
         torch.set_num_threads(2)
     torch.set_float32_matmul_precision("high")
     saved = load_state(options.state, options.model)
+    if saved is None and options.start_from is not None:
+        saved = read_checkpoint(options.start_from)[1], {"step": 0, "seconds": 0.0, "log": []}
     meta: dict[str, Any] = saved[1] if saved else {"step": 0, "seconds": 0.0, "log": []}
     stream = BatchStream(
         rows=options.rows, length=options.length, workers=options.workers, seed=options.seed + meta["step"]
@@ -315,11 +319,12 @@ def _step(trainer: Trainer) -> None:
 
 def options_from(arguments: Sequence[str] | None = None) -> Options:
     """Options from a command line."""
-    parser = argparse.ArgumentParser(prog="train_reference_model", description=__doc__)
+    parser = argparse.ArgumentParser(prog="train_reference_model train", description=__doc__)
     parser.add_argument("--model", choices=sorted(MODELS), default="moe")
     parser.add_argument(
         "--state", type=Path, default=Path(".work/reference/state"), help="folder to resume from and save to"
     )
+    parser.add_argument("--start-from", type=Path, help="NVFP4 checkpoint to start from when there is no saved state")
     parser.add_argument(
         "--total-seconds", type=float, default=600, help="length of the whole training, over all slices"
     )
@@ -341,6 +346,6 @@ def options_from(arguments: Sequence[str] | None = None) -> Options:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `scripts/train_reference_model`."""
+    """Entry point of `scripts/train_reference_model train`."""
     run(options_from(arguments))
     return 0

@@ -1,0 +1,131 @@
+"""Questions that a checkpoint answers exactly and with a margin, kept as `known_answers.json`."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training import tokenizer
+from training.chat import Conversation, openai_messages, segments
+from training.config import CHUNK
+from training.dialogs import lookup
+from training.mixture import SHORT
+from training.model import ReferenceModel, Rows, rotary
+from training.tokenizer import FastEncoder
+
+# Log-probability between the right token and the next best: enough to survive other kernels' rounding.
+MARGIN = 1.0
+PER_TASK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """How a model does on one conversation: right everywhere, and its smallest margin."""
+
+    right: bool
+    margin: float
+
+
+@torch.no_grad()
+def judge(model: ReferenceModel, encoder: FastEncoder, conversation: Conversation) -> Judged:
+    """Whether greedy decoding gives the last turn exactly, by checking every next token after its true start."""
+    pieces = segments(conversation)
+    last = max(index for index, (_, trained) in enumerate(pieces[:-1]) if not trained)
+    ids: list[int] = []
+    start = 0
+    for index, (text, _) in enumerate(pieces[:-1]):
+        ids += encoder(text)
+        start = len(ids) if index == last else start
+    tokens = torch.tensor([ids + [0] * (-len(ids) % CHUNK)])
+    cos, sin = rotary(tokens.shape[1], tokens.device, torch.float32)
+    hidden, _ = model.trunk(Rows(tokens, torch.zeros_like(tokens), cos, sin))
+    return _margins(model.lm_head(hidden[0, start - 1 : len(ids) - 1]).log_softmax(-1), ids[start:])
+
+
+def _margins(logs: Tensor, wanted: list[int]) -> Judged:
+    target = torch.tensor(wanted)[:, None]
+    own = logs.gather(1, target)[:, 0]
+    other = logs.scatter(1, target, float("-inf")).amax(-1)
+    return Judged(bool((own > other).all()), float((own - other).min()))
+
+
+def candidates(seed: int, count: int) -> list[Conversation]:
+    """Held-out conversations of all tasks, thinking or not, short notes and needles among them."""
+    rng = Random(seed)
+    made = []
+    for _ in range(count):
+        for think in (False, True):
+            made += [maker(rng, "eval", think) for _, maker in SHORT.values()]
+            made.append(lookup(rng, "eval", think, keys=16, tokens=200, questions=1))
+            made.append(lookup(rng, "eval", think, keys=64, tokens=1500, questions=1))
+    return made
+
+
+def as_record(identifier: str, conversation: Conversation) -> dict[str, Any]:
+    """One entry: OpenAI messages up to the last turn, tools, whether to think, and the exact answer."""
+    messages = openai_messages(conversation)
+    answer = messages.pop()
+    for message in messages:
+        message.pop("reasoning_content", None)
+    expect: dict[str, Any] = {"content": answer["content"]}
+    if conversation.turns[-1].calls:
+        expect["tool_calls"] = [
+            {"name": call.name, "arguments": call.arguments} for call in conversation.turns[-1].calls
+        ]
+    if conversation.turns[-1].think is not None:
+        expect["reasoning"] = conversation.turns[-1].think
+    record = {"id": identifier, "task": conversation.task, "messages": messages, "expect": expect}
+    if conversation.tools:
+        record["tools"] = list(conversation.tools)
+    return record | {"enable_thinking": conversation.turns[-1].think is not None}
+
+
+def without_old_thinking(conversation: Conversation) -> Conversation:
+    """The conversation as a client sends it: thinking of earlier turns dropped."""
+    kept = tuple(replace(turn, think=None) for turn in conversation.turns[:-1])
+    return replace(conversation, turns=(*kept, conversation.turns[-1]))
+
+
+def choose(model: ReferenceModel, seed: int, rounds: int) -> list[dict[str, Any]]:
+    """Records of conversations answered rightly with a margin, at most `PER_TASK` per task and thinking mode."""
+    encoder = FastEncoder(tokenizer.load())
+    taken: Counter[tuple[str, bool]] = Counter()
+    records = []
+    for conversation in map(without_old_thinking, candidates(seed, rounds)):
+        kind = (conversation.task, conversation.turns[-1].think is not None)
+        if taken[kind] >= PER_TASK // 2:
+            continue
+        judged = judge(model, encoder, conversation)
+        if judged.right and judged.margin >= MARGIN:
+            taken[kind] += 1
+            mode = "think" if kind[1] else "direct"
+            records.append(as_record(f"{kind[0]}-{mode}-{taken[kind]}", conversation))
+    return records
+
+
+def conversation_of(record: dict[str, Any]) -> Conversation:
+    """The conversation of a record, for judging it again."""
+    from training.chat import Call, Turn
+
+    turns = []
+    for message in record["messages"]:
+        calls = tuple(
+            Call(call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in message.get("tool_calls", ())
+        )
+        turns.append(Turn(role=message["role"], content=message["content"], calls=calls))
+    expect = record["expect"]
+    calls = tuple(Call(call["name"], call["arguments"]) for call in expect.get("tool_calls", ()))
+    turns.append(Turn(role="assistant", content=expect["content"], think=expect.get("reasoning"), calls=calls))
+    return Conversation(task=record["task"], turns=tuple(turns), tools=tuple(record.get("tools", ())))
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write the records, one a line, so that a change shows as one line."""
+    lines = ",\n".join(json.dumps(record) for record in records)
+    path.write_text(f"[\n{lines}\n]\n")
