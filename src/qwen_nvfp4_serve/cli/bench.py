@@ -162,6 +162,47 @@ def report(
 
 
 @group.command()
+def engine(
+    *,
+    folder: Path = typer.Argument(help="Folder with config.json and tokenizer; its weights are not read."),
+    out: Path = typer.Option(..., help="Folder for engine.json and the page."),
+    config: list[str] = typer.Option(
+        ["stock={}"], help="LABEL=JSON, keyword arguments of vllm.LLM; once for each configuration."
+    ),
+    streams: str = typer.Option("1,2,4,8", help="Requests decoded at once."),
+    prefill: str = typer.Option("8192", help="Prompts of the prefill rate, tokens."),
+    rounds: int = typer.Option(3, help="Measurements of each figure."),
+    profile: int = typer.Option(64, help="Decode steps to profile; 0 for none."),
+    model: str | None = typer.Option(None, help="Catalogue name, for the byte roofline."),
+) -> None:
+    """One engine configuration against another on dummy weights, without HTTP, in one process."""
+    from qwen_nvfp4_serve.bench.engine import EngineSpec
+    from qwen_nvfp4_serve.cli.bench_screen import run_engine
+
+    configurations = dict(_configuration(text) for text in config)
+    spec = EngineSpec(
+        model_folder=str(folder.resolve()),
+        configurations=configurations,
+        streams=_numbers("--streams", streams),
+        prefills=_numbers("--prefill", prefill),
+        rounds=rounds,
+        profile_tokens=profile,
+    )
+    run_engine(spec, out, model)
+
+
+def _configuration(text: str) -> tuple[str, dict[str, object]]:
+    label, _, options = text.partition("=")
+    try:
+        value = json.loads(options)
+    except ValueError:
+        value = None
+    if not label or not isinstance(value, dict):
+        raise UsageError("--config", seen=text, expected='LABEL={"linear_backend": "marlin"}')
+    return label, value
+
+
+@group.command()
 def schema() -> None:
     """Print the JSON Schema of result.json."""
     from qwen_nvfp4_serve.bench.result import result_schema

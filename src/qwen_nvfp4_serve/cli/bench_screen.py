@@ -1,15 +1,20 @@
-"""What `qwen-nvfp4 bench` shows: the progress bar and the table."""
+"""What `qwen-nvfp4 bench` runs and shows: the progress bar, the table, the engine bench."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 if TYPE_CHECKING:
+    from qwen_nvfp4_serve.bench.engine import EngineSpec
     from qwen_nvfp4_serve.bench.result import Result
     from qwen_nvfp4_serve.bench.runner import Order
+    from qwen_nvfp4_serve.planner import PlanModel
 
 PAGE_ONLY = ("peak t/s (req)", "ttfr (ms)", "est_ppt (ms)")  # columns too many for a terminal
 PIPE_WIDTH = 120
@@ -79,3 +84,39 @@ def screen() -> Console:
     """Standard output, wide enough for the table when it is not a terminal."""
     console = Console(highlight=False, soft_wrap=True)
     return console if console.is_terminal else Console(highlight=False, soft_wrap=True, width=PIPE_WIDTH)
+
+
+def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
+    """Runs the worker in a process that becomes the engine, then writes and prints the page."""
+    from qwen_nvfp4_serve.bench.engine import dump_spec, engine_markdown, read_engine
+    from qwen_nvfp4_serve.errors import QwenNvfp4Error
+    from qwen_nvfp4_serve.preflight import installed_kind
+    from qwen_nvfp4_serve.shims import python_path
+
+    planned = None if model is None else _plan_model(model)
+    out.mkdir(parents=True, exist_ok=True)
+    spec_file, result_file = out / "engine-spec.json", out / "engine.json"
+    spec_file.write_bytes(dump_spec(spec))
+    inherited = os.environ.get("PYTHONPATH")
+    path = python_path(inherited) if installed_kind() == "cpu" else inherited
+    environment = dict(os.environ) | ({"PYTHONPATH": path} if path else {})
+    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", str(spec_file), str(result_file)]
+    code = subprocess.run(worker, env=environment, check=False).returncode
+    if code != 0:
+        raise QwenNvfp4Error("the engine bench failed", seen=f"exit code {code}", do="Its output is above.")
+    page = engine_markdown(read_engine(result_file), planned)
+    (out / "README.md").write_text(page, encoding="utf-8")
+    screen().print(page, markup=False)
+
+
+def _plan_model(name: str) -> PlanModel:
+    from qwen_nvfp4_serve.errors import UsageError
+    from qwen_nvfp4_serve.models import find_model
+    from qwen_nvfp4_serve.planner import PlanModel
+
+    row = find_model(name)
+    if row is None or row.dims is None:
+        raise UsageError(
+            "--model", seen=name, expected="a catalogue name with dimensions: `qwen-nvfp4 models` lists them"
+        )
+    return PlanModel.from_row(row, row.dims)

@@ -1,0 +1,209 @@
+"""One engine configuration against another, without HTTP: what is asked, what came out, how near it is to the bytes.
+
+The engine itself runs in `engine_worker`; here is everything that needs none: rates, roofline, kernel groups, the page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from qwen_nvfp4_serve.bench.machine import Card
+from qwen_nvfp4_serve.bench.rows import cell, number
+from qwen_nvfp4_serve.bench.statistics import Spread, spread
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.gpus import match_gpu
+from qwen_nvfp4_serve.planner import PlanModel, PlanRequest
+from qwen_nvfp4_serve.planner.roofline import bytes_per_token
+
+# Kinds of kernels by their names in a profile of vLLM 0.33; the first that matches counts.
+KERNEL_KINDS: tuple[tuple[str, str], ...] = (
+    ("MoE", r"moe|expert|topk|count_and_sort"),
+    ("ours", r"qwen_nvfp4"),
+    ("NVFP4 and FP8 linear", r"marlin|nvfp4|fp4|scaled_mm|cutlass"),
+    ("GDN", r"gdn|gated_delta|fused_recurrent|causal_conv1d|chunk_"),
+    ("attention", r"attn|attention|paged|flash|rope|rotary|reshape_and_cache"),
+    ("16-bit linear", r"gemm|gemv|cublas|nvjet|addmm|\bmm\b|linear"),
+    ("norm and activation", r"norm|silu|sigmoid|gelu"),
+    ("sampling", r"sample|argmax|softmax|logits"),
+    ("copy and cast", r"copy|cast|fill|memset|memcpy"),
+)
+OTHER_KIND = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """What the worker measures. configurations: label -> keyword arguments of vllm.LLM, measured in this order.
+
+    short, long: answer lengths whose difference gives the decode rate, so that prefill and scheduling cancel.
+    prompt: tokens before the answer. prefills: prompt lengths of the prefill rate. profile_tokens: decode steps that
+    are profiled at one stream, 0 for none.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    model_folder: str
+    configurations: dict[str, dict[str, Any]]
+    streams: tuple[int, ...] = (1, 2, 4, 8)
+    prompt: int = 128
+    short: int = 16
+    long: int = 272
+    prefills: tuple[int, ...] = (8192,)
+    rounds: int = 3
+    profile_tokens: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One kernel of a decode step, per token."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    name: str
+    us: float
+    calls: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRun:
+    """One configuration. decode: streams -> tokens/s of all together. prefill: prompt tokens -> tokens/s.
+
+    used_bytes: of the card after the measurement, None on a CPU.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    label: str
+    options: dict[str, str]
+    load_s: float
+    decode: dict[int, Spread]
+    prefill: dict[int, Spread]
+    used_bytes: int | None
+    kernels: tuple[Kernel, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineResult:
+    """All configurations of one process on one machine. vllm, torch: versions."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    spec: EngineSpec
+    vllm: str
+    torch: str
+    cards: tuple[Card, ...] | None
+    runs: tuple[EngineRun, ...]
+
+
+_SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
+_RESULT: TypeAdapter[EngineResult] = TypeAdapter(EngineResult)
+
+
+def read_spec(text: str) -> EngineSpec:
+    """A spec from JSON. Raises UsageError naming the field that is wrong."""
+    try:
+        return _SPEC.validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"engine bench, {where}", seen=first["msg"], expected="a field of EngineSpec") from None
+
+
+def dump_spec(spec: EngineSpec) -> bytes:
+    """The spec as JSON."""
+    return _SPEC.dump_json(spec, indent=1)
+
+
+def dump_engine(result: EngineResult) -> bytes:
+    """The result as JSON."""
+    return _RESULT.dump_json(result, indent=1) + b"\n"
+
+
+def read_engine(path: Path) -> EngineResult:
+    """A result from a file that the worker wrote. Raises UsageError."""
+    try:
+        return _RESULT.validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise UsageError(f"engine result {path}", seen=str(error).splitlines()[0]) from None
+
+
+def decode_rates(spec: EngineSpec, streams: int, short_s: Sequence[float], long_s: Sequence[float]) -> Spread:
+    """Tokens/s of all streams from pairs of a short and a long run. Raises UsageError when long runs are no longer."""
+    tokens = streams * (spec.long - spec.short)
+    gaps = [long - short for short, long in zip(short_s, long_s, strict=True)]
+    found = spread(tokens / gap for gap in gaps if gap > 0)
+    if found is None or min(gaps) <= 0:
+        seen = f"{min(gaps):.4f} s between {spec.long} and {spec.short} tokens"
+        raise UsageError("decode rate", seen=seen, expected="time to pass", do="Ask for longer answers.")
+    return found
+
+
+def roofline(model: PlanModel, card_name: str, context: int, *, kv_dtype: str = "fp8") -> float | None:
+    """Tokens/s of one stream if a step read its bytes at the card's bandwidth and did nothing else; None when the card
+    is not in the table. context: tokens in the cache."""
+    row = match_gpu(card_name)
+    if row is None:
+        return None
+    request = PlanRequest(model=model, gpu=row, kv_dtype="bfloat16" if kv_dtype == "bfloat16" else "fp8")
+    return row.bandwidth_bytes_per_s / bytes_per_token(request, context)
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of a kernel by its name."""
+    return next((kind for kind, pattern in KERNEL_KINDS if re.search(pattern, kernel, re.IGNORECASE)), OTHER_KIND)
+
+
+def by_kind(kernels: Sequence[Kernel]) -> tuple[tuple[str, float, float], ...]:
+    """Kind, microseconds and calls per token, the dearest first."""
+    sums: dict[str, tuple[float, float]] = {}
+    for kernel in kernels:
+        us, calls = sums.get(kind_of(kernel.name), (0.0, 0.0))
+        sums[kind_of(kernel.name)] = (us + kernel.us, calls + kernel.calls)
+    return tuple(sorted(((kind, us, calls) for kind, (us, calls) in sums.items()), key=lambda row: -row[1]))
+
+
+def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
+    """The page: rates of each configuration beside the first, the share of the roofline, where a step goes."""
+    spec, first = result.spec, result.runs[0]
+    card = result.cards[0].name if result.cards else None
+    lines = [f"# Engine: {' against '.join(run.label for run in result.runs)}", ""]
+    lines += [
+        f"{card or 'no card'}, vLLM {result.vllm}, torch {result.torch}, weights of {Path(spec.model_folder).name}",
+        "",
+    ]
+    lines += [f"| | {' | '.join(run.label for run in result.runs)} |", "|:--|" + "--:|" * len(result.runs)]
+    for streams in spec.streams:
+        cells = [_beside(run.decode.get(streams), first.decode.get(streams)) for run in result.runs]
+        lines.append(f"| decode, {streams} streams, t/s | {' | '.join(cells)} |")
+    for tokens in spec.prefills:
+        cells = [_beside(run.prefill.get(tokens), first.prefill.get(tokens)) for run in result.runs]
+        lines.append(f"| prefill {tokens}, t/s | {' | '.join(cells)} |")
+    context = spec.prompt + (spec.short + spec.long) // 2
+    bound = roofline(model, card, context) if model is not None and card is not None else None
+    if bound is not None:
+        shares = [f"{run.decode[1].median / bound:.1%}" if 1 in run.decode else "" for run in result.runs]
+        lines.append(f"| share of the byte roofline, {number(bound)} t/s at {context} tokens | {' | '.join(shares)} |")
+    lines += [f"| load, s | {' | '.join(f'{run.load_s:.0f}' for run in result.runs)} |", ""]
+    for run in result.runs:
+        if run.kernels:
+            lines += [f"## A decode step of {run.label}", "", "| kernels | us per token | calls |", "|:--|--:|--:|"]
+            lines += [f"| {kind} | {us:.0f} | {calls:.0f} |" for kind, us, calls in by_kind(run.kernels)]
+            lines += [
+                f"| all | {sum(one.us for one in run.kernels):.0f} | {sum(one.calls for one in run.kernels):.0f} |",
+                "",
+            ]
+    options = {run.label: run.options for run in result.runs}
+    return "\n".join([*lines, "Options of vllm.LLM:", "", "```json", json.dumps(options, indent=1), "```", ""])
+
+
+def _beside(value: Spread | None, first: Spread | None) -> str:
+    if value is None or first is None:
+        return ""
+    ratio = "" if value is first else f" ({value.median / first.median:.2f}x)"
+    return cell(value) + ratio

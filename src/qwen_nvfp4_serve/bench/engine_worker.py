@@ -1,0 +1,142 @@
+"""Runs engine configurations one after another in this process: `python -m …bench.engine_worker SPEC.json OUT.json`.
+
+A process of its own, because it becomes the engine. vLLM is loaded by name: nothing else in this package imports it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from qwen_nvfp4_serve.bench.engine import (
+    EngineResult,
+    EngineRun,
+    EngineSpec,
+    Kernel,
+    decode_rates,
+    dump_engine,
+    read_spec,
+)
+from qwen_nvfp4_serve.bench.machine import query_cards
+from qwen_nvfp4_serve.bench.statistics import spread
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that the profiler sees the kernels
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its first-use compile took about 100 s on an H200
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+DEFAULTS: dict[str, Any] = {
+    "load_format": "dummy",
+    "max_model_len": 16_384,
+    "kv_cache_dtype": "fp8",
+    "max_num_seqs": 8,
+    "language_model_only": True,
+    "enable_prefix_caching": False,
+    "distributed_executor_backend": "uni",
+}
+MAX_KERNELS = 80
+
+
+def main() -> None:
+    """Entry point."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    spec = read_spec(Path(sys.argv[1]).read_text())
+    runs = tuple(measure(spec, label, options) for label, options in spec.configurations.items())
+    versions = {name: str(import_module(name).__version__) for name in ("vllm", "torch")}
+    result = EngineResult(spec=spec, cards=query_cards(), runs=runs, **versions)
+    Path(sys.argv[2]).write_bytes(dump_engine(result))
+
+
+def measure(spec: EngineSpec, label: str, overrides: dict[str, Any]) -> EngineRun:
+    """Builds one engine, measures it and takes it down again."""
+    options = DEFAULTS | {"model": spec.model_folder} | overrides
+    began_s = time.perf_counter()
+    engine = import_module("vllm").LLM(**options)
+    load_s = time.perf_counter() - began_s
+    timer = _Timer(engine, spec)
+    timer.seconds(spec.short, 1)
+    decode = {}
+    for streams in spec.streams:
+        timer.seconds(spec.short, streams)
+        pairs = [(timer.seconds(spec.short, streams), timer.seconds(spec.long, streams)) for _ in range(spec.rounds)]
+        decode[streams] = decode_rates(spec, streams, [short for short, _ in pairs], [long for _, long in pairs])
+        print(f"{label}: decode {streams} streams {decode[streams].median:.1f} tokens/s", flush=True)
+    prefill = {}
+    for tokens in spec.prefills:
+        timer.seconds(1, 1, tokens)
+        found = spread(tokens / timer.seconds(1, 1, tokens) for _ in range(spec.rounds))
+        if found is not None:
+            prefill[tokens] = found
+    run = EngineRun(
+        label=label,
+        options={name: str(value) for name, value in options.items()},
+        load_s=load_s,
+        decode=decode,
+        prefill=prefill,
+        used_bytes=_used_bytes(),
+        kernels=timer.kernels(spec.profile_tokens) if spec.profile_tokens else (),
+    )
+    _take_down(engine)
+    return run
+
+
+class _Timer:
+    """Times whole answers; each prompt is new, so that no cache answers."""
+
+    def __init__(self, engine: Any, spec: EngineSpec):
+        self.engine, self.spec, self.sent = engine, spec, 0
+
+    def seconds(self, tokens: int, streams: int, prompt: int | None = None) -> float:
+        """How long `streams` answers of `tokens` take together."""
+        sampling = import_module("vllm").SamplingParams(
+            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False
+        )
+        length = prompt or self.spec.prompt
+        prompts = []
+        for _ in range(streams):
+            self.sent += 1
+            prompts.append({"prompt_token_ids": [(7 * self.sent + 13 * place) % 240 + 5 for place in range(length)]})
+        start_s = time.perf_counter()
+        self.engine.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - start_s
+
+    def kernels(self, tokens: int) -> tuple[Kernel, ...]:
+        """The dearest kernels of a decode step (operators on a CPU), per token."""
+        torch = import_module("torch")
+        profiler, cuda = import_module("torch.profiler"), torch.cuda.is_available()
+        activity = profiler.ProfilerActivity.CUDA if cuda else profiler.ProfilerActivity.CPU
+        with profiler.profile(activities=[activity]) as trace:
+            self.seconds(tokens, 1)
+        field = "self_device_time_total" if cuda else "self_cpu_time_total"
+        rows = sorted(trace.key_averages(), key=lambda row: -getattr(row, field))
+        return tuple(
+            Kernel(name=str(row.key)[:160], us=getattr(row, field) / tokens, calls=row.count / tokens)
+            for row in rows[:MAX_KERNELS]
+            if getattr(row, field) > 0
+        )
+
+
+def _used_bytes() -> int | None:
+    cuda = import_module("torch").cuda
+    if not cuda.is_available():
+        return None
+    free, total = cuda.mem_get_info()
+    return int(total - free)
+
+
+def _take_down(engine: Any) -> None:
+    engine.llm_engine.engine_core.shutdown()
+    del engine
+    gc.collect()
+    import_module("vllm.distributed").cleanup_dist_env_and_memory()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The engine bench: its arithmetic on made numbers, and its worker on a stand-in engine with a known speed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.bench_results import CARD
+
+from qwen_nvfp4_serve.bench.engine import (
+    EngineResult,
+    EngineRun,
+    EngineSpec,
+    Kernel,
+    by_kind,
+    decode_rates,
+    dump_engine,
+    dump_spec,
+    engine_markdown,
+    kind_of,
+    read_engine,
+    read_spec,
+    roofline,
+)
+from qwen_nvfp4_serve.bench.statistics import Spread, spread
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.models import find_model
+from qwen_nvfp4_serve.planner import PlanModel
+
+SPEC = EngineSpec(
+    model_folder="/m/35b", configurations={"stock": {}, "ours": {"linear_backend": "marlin"}}, streams=(1, 2)
+)
+# 100 tokens/s a stream whatever their number, prompts for nothing; the second configuration twice as fast.
+STAND_IN = {
+    "vllm/__init__.py": """
+import time
+__version__ = "0.0.stand-in"
+class SamplingParams:
+    def __init__(self, max_tokens, **_): self.max_tokens = max_tokens
+class Core:
+    def shutdown(self): pass
+class LLM:
+    def __init__(self, model, fast=False, **_):
+        self.rate, self.llm_engine = (400.0 if fast else 200.0), self
+        self.engine_core = Core()
+    def generate(self, prompts, sampling, use_tqdm): time.sleep(sampling.max_tokens / self.rate)
+""",
+    "vllm/distributed.py": "def cleanup_dist_env_and_memory(): pass\n",
+    "torch/__init__.py": "__version__ = '0'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n",
+    "torch/profiler.py": """
+class ProfilerActivity: CPU = "cpu"
+class Row: key, count, self_cpu_time_total = "marlin_gemm", 16, 800.0
+class profile:
+    def __init__(self, activities): pass
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+    def key_averages(self): return [Row()]
+""",
+}
+
+
+def plan_model() -> PlanModel:
+    row = find_model("qwen3.5-35b-a3b")
+    assert row is not None
+    assert row.dims is not None
+    return PlanModel.from_row(row, row.dims)
+
+
+def steady(value: float) -> Spread:
+    found = spread([value, value])
+    assert found is not None
+    return found
+
+
+def made(rate: float, label: str) -> EngineRun:
+    return EngineRun(
+        label=label,
+        options={"kv_cache_dtype": "fp8"},
+        load_s=60.0,
+        decode={1: steady(rate), 2: steady(2 * rate)},
+        prefill={8192: steady(7000.0)},
+        used_bytes=None,
+        kernels=(Kernel(name="fused_moe_kernel", us=30.0, calls=40), Kernel(name="marlin", us=50.0, calls=80)),
+    )
+
+
+def result() -> EngineResult:
+    return EngineResult(
+        spec=SPEC, vllm="0.33.0", torch="2.13.0", cards=(CARD,), runs=(made(200, "stock"), made(300, "ours"))
+    )
+
+
+def test_decode_rates_cancel_what_both_runs_share() -> None:
+    found = decode_rates(SPEC, 2, [1.0, 1.1], [1.0 + 2.56, 1.1 + 2.56])
+    assert found.median == pytest.approx(2 * 256 / 2.56)
+    assert found.std == pytest.approx(0.0, abs=1e-9)
+
+
+def test_decode_rates_of_a_clock_that_does_not_move_are_refused() -> None:
+    with pytest.raises(UsageError, match="Ask for longer answers"):
+        decode_rates(SPEC, 1, [1.0, 1.0], [2.0, 1.0])
+
+
+def test_roofline_falls_with_context_and_is_none_off_the_table() -> None:
+    near, far = (roofline(plan_model(), CARD.name, context) for context in (4096, 262_144))
+    assert near is not None
+    assert far is not None
+    assert near > far
+    assert roofline(plan_model(), "Some Other Card", 4096) is None
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("void marlin_moe_wna16::Marlin<...>", "MoE"),
+        ("void marlin::Marlin<...>", "NVFP4 and FP8 linear"),
+        ("fused_recurrent_gated_delta_rule_fwd_kernel", "GDN"),
+        ("nvjet_tst_64x8_64x16", "16-bit linear"),
+        ("unheard_of", "other"),
+    ],
+)
+def test_kind_of_kernel_names(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
+
+
+def test_by_kind_sums_and_sorts() -> None:
+    kernels = [Kernel(name=name, us=us, calls=2.0) for name, us in (("topk", 1.0), ("rms_norm", 9.0), ("moe_sum", 3.0))]
+    assert by_kind(kernels) == (("norm and activation", 9.0, 2.0), ("MoE", 4.0, 4.0))
+
+
+def test_engine_markdown_names_card_ratio_and_share_of_the_roofline() -> None:
+    page = engine_markdown(result(), plan_model())
+    bound = roofline(plan_model(), CARD.name, 128 + 144)
+    assert bound is not None
+    assert "NVIDIA H200, vLLM 0.33.0" in page
+    assert "| decode, 1 streams, t/s | 200.0 ± 0.0 | 300.0 ± 0.0 (1.50x) |" in page
+    assert f"| {200 / bound:.1%} | {300 / bound:.1%} |" in page
+    assert "| all | 80 | 120 |" in page
+
+
+def test_engine_result_written_and_read_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "engine.json").write_bytes(dump_engine(result()))
+    assert read_engine(tmp_path / "engine.json") == result()
+    assert read_spec(dump_spec(SPEC).decode()) == SPEC
+
+
+@pytest.mark.parametrize("text", ["{}", '{"model_folder": "m", "configurations": {}, "streems": [1]}', "["])
+def test_read_spec_wrong_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError, match="engine bench"):
+        read_spec(text)
+
+
+def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
+    for name, code in STAND_IN.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    spec = EngineSpec(
+        model_folder="m",
+        configurations={"slow": {}, "fast": {"fast": True}},
+        streams=(1, 2),
+        short=4,
+        long=68,
+        prefills=(64,),
+        rounds=2,
+        profile_tokens=8,
+    )
+    (tmp_path / "spec.json").write_bytes(dump_spec(spec))
+    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    slow, fast = read_engine(tmp_path / "engine.json").runs
+    assert slow.decode[1].median == pytest.approx(200, rel=0.1)
+    assert fast.decode[2].median == pytest.approx(800, rel=0.1)
+    assert slow.kernels == (Kernel(name="marlin_gemm", us=100.0, calls=2.0),)
+    assert slow.options["load_format"] == "dummy"
