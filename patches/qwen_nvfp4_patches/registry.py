@@ -13,6 +13,7 @@ from qwen_nvfp4_patches import (
     cpu_mtp_state,
     cpu_nvfp4_linear,
     cpu_nvfp4_moe,
+    qwen3_parser,
     stream_shutdown,
 )
 from qwen_nvfp4_patches.patch import Check, Need, Outcome, Patch, Platform, State
@@ -28,6 +29,7 @@ PATCHES: tuple[Patch, ...] = (
     cpu_fp8_linear.PATCH,
     cpu_mtp_state.PATCH,
     stream_shutdown.PATCH,
+    qwen3_parser.PATCH,
 )
 
 
