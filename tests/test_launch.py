@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
 from qwen_nvfp4_serve.errors import UsageError
@@ -89,7 +92,7 @@ def test_build_launch_secrets_are_in_the_environment_only_and_masked_when_shown(
 @pytest.mark.parametrize(
     "extra",
     ["--host 0.0.0.0", "--host=0.0.0.0", "--hos 0.0.0.0", "--api-key x", "--api_key x", "--uds /x", "--config f.yaml",
-     "--max-model-len 5", "--served-model-name z", "--port=1", "-tp 2", "--enforce-eager"],
+     "--max-model-len 5", "--served-model-name z", "--chat-template x.jinja", "--port=1", "-tp 2", "--enforce-eager"],
 )  # fmt: skip
 def test_build_launch_extra_args_that_a_knob_owns_are_refused(extra: str) -> None:
     with pytest.raises(UsageError, match="EXTRA_ARGS sets"):
@@ -110,3 +113,21 @@ def test_build_launch_patches_off_and_activations_reach_the_plugin() -> None:
 
 def test_build_launch_url_of_an_ipv6_host_has_brackets() -> None:
     assert launch(BIND_HOST="::1").url == "http://[::1]:8000/v1"
+
+
+def test_build_launch_serves_our_template_with_the_thinking_that_is_kept() -> None:
+    argv = launch(GPU, HUB, KEEP_THINKING="turn").argv
+    assert Path(value_of(argv, "--chat-template")).read_text().startswith("{#- The chat format")
+    assert value_of(argv, "--chat-template-content-format") == "openai"
+    assert value_of(argv, "--default-chat-template-kwargs") == '{"keep_thinking": "turn"}'
+
+
+@pytest.mark.parametrize(
+    ("knob", "own_format", "ours"),
+    [("auto", False, True), ("auto", True, False), ("ours", True, True), ("checkpoint", False, False)],
+)
+def test_build_launch_template_is_ours_unless_the_model_or_the_user_has_another(
+    knob: str, own_format: bool, ours: bool
+) -> None:
+    argv = launch(CPU, dataclasses.replace(LOCAL, own_format=own_format), CHAT_TEMPLATE=knob).argv
+    assert ("--chat-template" in argv) is ours

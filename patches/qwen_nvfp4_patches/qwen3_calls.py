@@ -233,8 +233,7 @@ class CallReader(Cursor):
         mentioned = value.tail[-1:] in _BEFORE_QUOTED and self._char_at(end) not in ("", "\n")
         inline = not value.at_line_start and (mentioned or not value.compact)
         if tag == PARAMETER:
-            key, _, mark = self._name_at(end)
-            return bool(key) and mark == ">" and not inline
+            return not inline and self._name_at(end)[2] != "\n"
         if not inline and (value.compact or self._char_at(end) == "\n"):
             return True
         at = self._after_space(end)

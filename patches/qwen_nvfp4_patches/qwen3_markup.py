@@ -132,7 +132,7 @@ class Reader(CallReader):
         after = self._char_at(end)
         if after == "<":
             closing = {THINK: THINK_END, CALL: CALL_END}.get(tag)
-            follows = closing is not None and bool(self._tag_at(end, (closing,)))
+            follows = closing is not None and self._before != " " and bool(self._tag_at(end, (closing,)))
         else:
             follows = after not in ("", "\n", "\r", "{") and (tag in (FUNCTION, PARAMETER) or not after.isalnum())
         if self._before in _QUOTES and after not in ("<", _QUOTES[self._before]) and tag not in (FUNCTION, PARAMETER):

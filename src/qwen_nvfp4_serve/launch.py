@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from qwen_nvfp4_serve.chat_template import TEMPLATE_PATH
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.settings import Settings
 
@@ -41,6 +43,9 @@ OWNED_FLAGS = {
     "--speculative-config": "SPECULATIVE_TOKENS",
     "--enforce-eager": "ENFORCE_EAGER",
     "--language-model-only": "VISION",
+    "--chat-template": "CHAT_TEMPLATE",
+    "--chat-template-content-format": "CHAT_TEMPLATE",
+    "--default-chat-template-kwargs": "KEEP_THINKING",
     "--shutdown-timeout": "SHUTDOWN_TIMEOUT_S",
     "--hf-token": "HF_TOKEN",
     "--config": "EXTRA_ARGS",
@@ -50,12 +55,15 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What to serve. source: folder or hub id for vLLM; ids: names that clients may send, the first is shown."""
+    """What to serve. source: folder or hub id for vLLM; ids: names that clients may send, the first is shown.
+    own_format: it was trained on the chat template in its folder, which is not the family's.
+    """
 
     source: str
     ids: tuple[str, ...]
     revision: str | None
     local: bool
+    own_format: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +112,7 @@ def build_launch(
         + _capacity(settings, capacity, host)
         + _kernels(settings, host)
         + _api(settings)
+        + _template(settings, model)
     )
     notices = list(capacity.notices)
     eager = settings.enforce_eager or (host.device == "cpu" and not host.has_cxx)
@@ -176,6 +185,16 @@ def _api(settings: Settings) -> list[str]:
     return [
         "--reasoning-parser", "qwen3", "--tool-call-parser", "qwen3_coder", "--enable-auto-tool-choice",
         "--enable-prompt-tokens-details", "--disable-access-log-for-endpoints", "/health,/metrics", *drain,
+    ]  # fmt: skip
+
+
+def _template(settings: Settings, model: Model) -> list[str]:
+    if settings.chat_template == "checkpoint" or (settings.chat_template == "auto" and model.own_format):
+        return []
+    # Content has to come in parts: in a string, an image's placeholder cannot be told from what a client wrote.
+    return [
+        "--chat-template", str(TEMPLATE_PATH), "--chat-template-content-format", "openai",
+        "--default-chat-template-kwargs", json.dumps({"keep_thinking": settings.keep_thinking}),
     ]  # fmt: skip
 
 

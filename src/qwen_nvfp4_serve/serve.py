@@ -104,7 +104,8 @@ def choose_device(settings: Settings, report: Report) -> Literal["cuda", "cpu"]:
 def locate(ref: ModelRef, settings: Settings) -> Model:
     """Where vLLM finds the model and the names clients may use."""
     if is_embedded(ref):
-        return Model(source=str(embedded_folder(settings)), ids=(CPU_DEFAULT,), revision=None, local=True)
+        source = str(embedded_folder(settings))
+        return Model(source=source, ids=(CPU_DEFAULT,), revision=None, local=True, own_format=True)
     if ref.path is not None:
         return Model(
             source=str(ref.path.resolve()), ids=(ref.path.resolve().name, str(ref.path)), revision=None, local=True

@@ -132,6 +132,16 @@ class Settings(BaseSettings):
     )
     enforce_eager: Flag = knob(False, "kernels", "Skip compilation and CUDA graphs: quicker start, slower decode.")
 
+    chat_template: Literal["auto", "ours", "checkpoint"] = knob(
+        "auto", "api", "`ours` (docs/api.md), the `checkpoint`'s own, or `auto`: ours, but the embedded model's own."
+    )
+    keep_thinking: Literal["all", "turn", "none"] = knob(
+        "all",
+        "api",
+        "Thinking that our template shows again: `all`, `turn` (since the last user message, which recomputes that "
+        "turn once it is over), or `none`.",
+    )
+
     hf_token: SecretStr | None = knob(None, "downloads", "Hub token for gated models.")
     hf_token_file: Text | None = knob(None, "downloads", "File that holds the token, instead of HF_TOKEN.")
     hf_home: Text | None = knob(None, "downloads", "Hub cache folder.")
