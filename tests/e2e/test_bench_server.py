@@ -26,8 +26,8 @@ from qwen_nvfp4_serve.bench.result import Result, read_result
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 TOKENIZER = Path(__file__).resolve().parents[2] / "src" / "qwen_nvfp4_serve" / "data" / "reference"
 PROMPT, GENERATE = "128", "32"
-# Two harnesses take turns on a shared machine: what they see of it differs by far more than their definitions do.
-NOISE = 0.35
+LONGER = "512"  # llama-benchy believes the server's count only where a chat template adds less than a fifth
+NOISE, ROUNDS = 0.25, 4
 
 
 @pytest.fixture(scope="module")
@@ -127,36 +127,57 @@ def book(folder: Path) -> Iterator[str]:
         shelf.shutdown()
 
 
+def ours(server: Served, folder: Path) -> dict[str, float]:
+    """Medians of our run beside llama-benchy's names."""
+    words = ["--prompt", LONGER, "--generate", GENERATE, "--runs", "5", "--endpoint", "chat"]
+    done = bench(server, folder, *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (case,) = read_result(folder / "run").cases
+    seen = case.metrics
+    found = {"pp": seen.prefill_total, "tg": seen.decode_total, "peak": seen.peak_total, "e2e_ttft": seen.ttft_ms}
+    return {name: value.median for name, value in found.items() if value is not None}
+
+
+def llama_benchy(server: Served, folder: Path, program: str) -> dict[str, float]:
+    """Medians of llama-benchy's run with the same lengths, greedy as ours."""
+    report = folder / "theirs.json"
+    with book(folder) as url:
+        command = [program, "--base-url", server.url, "--model", "embedded", "--tokenizer", str(TOKENIZER)]
+        command += ["--pp", LONGER, "--tg", GENERATE, "--exact-tg", "--runs", "5", "--skip-coherence"]
+        command += [
+            "--extra-body",
+            "temperature=0",
+            "--book-url",
+            url,
+            "--format",
+            "json",
+            "--save-result",
+            str(report),
+        ]
+        environment = os.environ | {"HOME": str(folder)}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert report.is_file(), done.stdout + done.stderr
+    (seen,) = json.loads(report.read_text())["benchmarks"]
+    names = {"pp": "pp_throughput", "tg": "tg_throughput", "peak": "peak_throughput", "e2e_ttft": "e2e_ttft"}
+    return {name: statistics.median(seen[field]["values"]) for name, field in names.items()}
+
+
 def test_llama_benchy_agrees_with_ours(server: Served, tmp_path: Path) -> None:
+    """A difference of definition shows in every round, a burst of other work on the machine only in some."""
     program = shutil.which("llama-benchy")
     if program is None:
         pytest.skip("llama-benchy is not on PATH")
-    # llama-benchy takes the prompt's length from the server only where a chat template adds less than a fifth to it.
-    length = "512"
-    words = ["--prompt", length, "--generate", GENERATE, "--runs", "5", "--endpoint", "chat"]
-    assert bench(server, tmp_path, *words).returncode == 0
-    theirs = tmp_path / "theirs.json"
-    with book(tmp_path) as url:
-        command = [program, "--base-url", server.url, "--model", "embedded", "--tokenizer", str(TOKENIZER)]
-        command += ["--pp", length, "--tg", GENERATE, "--exact-tg", "--runs", "5", "--skip-coherence"]
-        command += ["--book-url", url, "--format", "json", "--save-result", str(theirs)]
-        environment = os.environ | {"HOME": str(tmp_path)}
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert theirs.is_file(), done.stdout + done.stderr
-    (their_run,) = json.loads(theirs.read_text())["benchmarks"]
-    (our_case,) = read_result(tmp_path / "run").cases
-    ours = our_case.metrics
-    pairs = {
-        "prefill": (ours.prefill_total, their_run["pp_throughput"]),
-        "decode": (ours.decode_total, their_run["tg_throughput"]),
-        "peak": (ours.peak_total, their_run["peak_throughput"]),
-        "first token": (ours.ttft_ms, their_run["e2e_ttft"]),
-    }
-    for name, (our, their) in pairs.items():
-        assert our is not None, name
-        median = statistics.median(their["values"])
-        print(f"{name}: ours {our.median:.1f} ± {our.std:.1f}, llama-benchy {median:.1f} ± {their['std']:.1f}")
-        assert abs(our.median - median) < max(2 * (our.std + their["std"]), NOISE * median), name
+    rounds = []
+    for attempt in range(ROUNDS):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        our, their = ours(server, folder), llama_benchy(server, folder, program)
+        ratios = {name: our[name] / their[name] for name in their}
+        print(f"ours {our}, llama-benchy {their}, ratios {ratios}")
+        rounds.append(ratios)
+        if all(abs(ratio - 1.0) < NOISE for ratio in ratios.values()):
+            return
+    pytest.fail(f"our figures over llama-benchy's in {ROUNDS} rounds: {rounds}")
 
 
 def test_guidellm_runs_without_an_error(server: Served, tmp_path: Path) -> None:
