@@ -11,8 +11,9 @@ import pytest
 from qwen_nvfp4_serve import preflight, serve
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.host import Gpu
+from qwen_nvfp4_serve.planner.feedback import write_extra
 from qwen_nvfp4_serve.settings import load_settings
-from qwen_nvfp4_serve.synthetic import CheckpointSpec
+from qwen_nvfp4_serve.synthetic import CheckpointSpec, write_checkpoint
 from qwen_nvfp4_serve.synthetic.config import model_config
 
 CARD = Gpu(
@@ -96,9 +97,7 @@ def test_prepare_old_vllm_on_a_card_is_refused_naming_both(machine: Any) -> None
 
 def test_prepare_folder_is_served_under_its_name_and_offline(machine: Any, tmp_path: Path) -> None:
     machine()
-    folder = tmp_path / "My-Model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(model_config(CheckpointSpec(style="bf16"))))
+    folder = write_checkpoint(tmp_path / "My-Model", CheckpointSpec(style="bf16"))
     made, _ = prepare(MODEL=str(folder))
     assert made.launch.model_id == "My-Model"
     assert made.launch.environment["HF_HUB_OFFLINE"] == "1"
@@ -107,10 +106,28 @@ def test_prepare_folder_is_served_under_its_name_and_offline(machine: Any, tmp_p
 
 def test_prepare_speculation_on_a_model_without_mtp_is_refused(machine: Any, tmp_path: Path) -> None:
     machine()
-    config = model_config(CheckpointSpec(style="bf16", mtp=False))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match="SPECULATIVE_TOKENS"):
-        prepare(MODEL=str(tmp_path), SPECULATIVE_TOKENS="2")
+    folder = write_checkpoint(tmp_path / "model", CheckpointSpec(style="bf16", mtp=False))
+    with pytest.raises(QwenNvfp4Error, match="mtp"):
+        prepare(MODEL=str(folder), SPECULATIVE_TOKENS="2")
+
+
+def test_prepare_folder_without_weights_is_refused_before_anything_starts(machine: Any, tmp_path: Path) -> None:
+    machine()
+    (tmp_path / "config.json").write_text(json.dumps(model_config(CheckpointSpec(style="bf16"))))
+    with pytest.raises(QwenNvfp4Error, match="safetensors"):
+        prepare(MODEL=str(tmp_path))
+
+
+def test_prepare_remembers_what_the_last_start_ran_short_of(machine: Any, tmp_path: Path) -> None:
+    machine(CARD, kind="cuda", version="0.33.0")
+    before, _ = prepare(CACHE_DIR=str(tmp_path), GPU_MEMORY_UTILIZATION="0.9")
+    assert before.plan is not None
+    assert before.plan.pool_bytes is not None
+    write_extra(tmp_path / "memory.json", before.shortfall_key, 2 << 30)
+    after, _ = prepare(CACHE_DIR=str(tmp_path), GPU_MEMORY_UTILIZATION="0.9")
+    assert after.plan is not None
+    assert after.plan.pool_bytes is not None
+    assert after.plan.pool_bytes < before.plan.pool_bytes
 
 
 def test_child_environment_prepends_python_path(machine: Any) -> None:

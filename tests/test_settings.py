@@ -73,8 +73,9 @@ def test_load_settings_secret_of_wrong_kind_is_not_echoed(env_file: Path) -> Non
 @pytest.mark.parametrize("newline", ["\r\n", "\n"])
 def test_load_settings_file_of_windows_is_read(env_file: Path, newline: str) -> None:
     env_file.write_bytes(b"\xef\xbb\xbf" + f"GPU_MEMORY_UTILIZATION=0.94{newline}PORT=8001{newline}".encode())
-    settings = load_settings(env_file, {}).settings
-    assert (settings.gpu_memory_utilization, settings.port) == (0.94, 8001)
+    loaded = load_settings(env_file, {})
+    assert (loaded.settings.gpu_memory_utilization, loaded.settings.port) == (0.94, 8001)
+    assert [".env" in notice for notice in loaded.notices] == ([True] if newline == "\r\n" else [])
 
 
 def test_load_settings_carriage_return_from_the_environment_is_stripped_with_a_notice() -> None:

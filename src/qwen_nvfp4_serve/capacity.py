@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
-from qwen_nvfp4_serve.dims import Dims, dims_from_config
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.gpus import GpuRow, match_gpu
 from qwen_nvfp4_serve.host import Gpu
 from qwen_nvfp4_serve.launch import Capacity
-from qwen_nvfp4_serve.models import ModelRow, find_model
 from qwen_nvfp4_serve.planner import Plan, PlanModel, PlanRequest, alternatives, plan
 from qwen_nvfp4_serve.settings import Settings
 from qwen_nvfp4_serve.units import GIB
@@ -28,26 +26,19 @@ KNOBS = {
 CPU_SEQS = 16  # measured on 2 cores: 16 requests together take 0.7 s, one by one 6.1 s
 
 
-def plan_capacity(
-    settings: Settings,
-    *,
-    row: ModelRow | None,
-    config: Mapping[str, Any] | None,
-    gpu: Gpu | None,
-) -> Capacity:
-    """The plan's numbers for this model. gpu: the card to use, None for the CPU backend.
+def plan_capacity(settings: Settings, model: PlanModel | None, gpu: Gpu | None, *, extra_bytes: int = 0) -> Capacity:
+    """The plan's numbers for `model` on `gpu`, None for the CPU backend. extra_bytes: what earlier starts ran short of.
 
-    Where neither the table nor a config.json tells the dims, or the card is not in the table, vLLM decides by itself.
+    Where nobody knows the model's dimensions yet, or the card is not in the table, vLLM decides by itself.
     Raises UsageError when MAX_MODEL_LEN does not fit, QwenNvfp4Error when the model fits with no context at all.
     """
-    dims = dims_from_config(config) if config is not None else row.dims if row else None
     card = match_gpu(gpu.name) if gpu else None
-    if dims is None or (gpu is not None and card is None):
-        missing = "the model's dimensions are" if dims is None else f"{gpu.name if gpu else 'this card'} is"
+    if model is None or (gpu is not None and card is None):
+        missing = "the model is" if model is None else f"{gpu.name if gpu else 'this card'} is"
         return Capacity(notices=(f"{missing} not in the tables: vLLM chooses context and cache by itself",))
-    request = _cpu_request(settings, row, dims) if gpu is None else _gpu_request(settings, row, dims, gpu, card)
+    request = _cpu_request(settings, model) if gpu is None else _gpu_request(settings, model, gpu, card)
     try:
-        planned = plan(request)
+        planned = plan(replace(request, extra_bytes=extra_bytes))
     except UsageError as error:
         raise UsageError(
             KNOBS.get(error.what, error.what), seen=error.seen, expected=error.expected, do=error.do
@@ -57,16 +48,9 @@ def plan_capacity(
     return _capacity(settings, planned, gpu)
 
 
-def _model(row: ModelRow | None, dims: Dims) -> PlanModel:
-    known = row or find_model("qwen3.5-35b-a3b" if dims.is_moe else "qwen3.5-27b")
-    if known is None:
-        raise QwenNvfp4Error("the model table has lost its first rows", do="Reinstall this package.")
-    return PlanModel.from_row(known, dims)
-
-
-def _cpu_request(settings: Settings, row: ModelRow | None, dims: Dims) -> PlanRequest:
+def _cpu_request(settings: Settings, model: PlanModel) -> PlanRequest:
     return PlanRequest(
-        model=_model(row, dims),
+        model=model,
         context=settings.max_model_len,
         seqs=settings.max_num_seqs or CPU_SEQS,
         batched_tokens=settings.max_num_batched_tokens,
@@ -79,10 +63,10 @@ def _cpu_request(settings: Settings, row: ModelRow | None, dims: Dims) -> PlanRe
     )
 
 
-def _gpu_request(settings: Settings, row: ModelRow | None, dims: Dims, gpu: Gpu, card: GpuRow | None) -> PlanRequest:
+def _gpu_request(settings: Settings, model: PlanModel, gpu: Gpu, card: GpuRow | None) -> PlanRequest:
     prefill: Literal["triton", "flashinfer"] | None = None if settings.gdn_prefill == "auto" else settings.gdn_prefill
     return PlanRequest(
-        model=_model(row, dims),
+        model=model,
         gpu=card,
         context=settings.max_model_len,
         seqs=settings.max_num_seqs,
@@ -121,4 +105,5 @@ def _capacity(settings: Settings, planned: Plan, gpu: Gpu | None) -> Capacity:
         block_size_tokens=planned.block_size_tokens if gpu is None else None,
         gpu_memory_utilization=planned.gpu_memory_utilization,
         notices=tuple(notices),
+        plan=planned,
     )

@@ -11,6 +11,7 @@ from typing import Literal
 
 from qwen_nvfp4_serve.chat_template import TEMPLATE_PATH
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.planner import Plan
 from qwen_nvfp4_serve.settings import Settings
 
 PLUGIN = "qwen_nvfp4"  # our name in the entry-point group vllm.general_plugins
@@ -68,7 +69,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What the plan decided, in tokens and requests; None leaves it to vLLM. notices: one sentence each."""
+    """What the plan decided, in tokens and requests; None leaves it to vLLM. notices: one sentence each.
+
+    The numbers already start from the user's settings. plan: where they come from, None without one.
+    """
 
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -77,6 +81,7 @@ class Capacity:
     gpu_memory_utilization: float | None = None
     kv_cache_bytes: int | None = None
     notices: tuple[str, ...] = ()
+    plan: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +154,10 @@ def _network(settings: Settings, host: Host) -> list[str]:
 
 def _capacity(settings: Settings, capacity: Capacity, host: Host) -> list[str]:
     kv_bytes = int(settings.cpu_kv_cache_gib * GIB) if host.device == "cpu" else capacity.kv_cache_bytes
-    utilization = settings.gpu_memory_utilization or capacity.gpu_memory_utilization
+    utilization = capacity.gpu_memory_utilization or settings.gpu_memory_utilization
     flags: list[tuple[str, object]] = [
-        ("--max-model-len", settings.max_model_len or capacity.max_model_len or "auto"),
-        ("--max-num-seqs", settings.max_num_seqs or capacity.max_num_seqs),
+        ("--max-model-len", capacity.max_model_len or settings.max_model_len or "auto"),
+        ("--max-num-seqs", capacity.max_num_seqs or settings.max_num_seqs),
         ("--max-num-batched-tokens", capacity.max_num_batched_tokens or settings.max_num_batched_tokens),
         ("--kv-cache-dtype", settings.kv_cache_dtype),
         ("--kv-cache-memory-bytes", kv_bytes),

@@ -12,18 +12,30 @@ from typing import Any, Literal
 
 from qwen_nvfp4_serve import preflight
 from qwen_nvfp4_serve.capacity import plan_capacity
+from qwen_nvfp4_serve.checkpoint import Report as CheckpointReport
+from qwen_nvfp4_serve.checkpoint import inspect_folder, plan_model, require_servable
 from qwen_nvfp4_serve.container import check_container
+from qwen_nvfp4_serve.dims import dims_from_config
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.fetch import fetch
-from qwen_nvfp4_serve.host import detect_gpus, has_cxx_compiler
+from qwen_nvfp4_serve.host import Gpu, detect_gpus, has_cxx_compiler
 from qwen_nvfp4_serve.launch import DRAIN_MIDDLEWARE, Host, Launch, Model, build_launch
 from qwen_nvfp4_serve.models import ModelRef, find_model, resolve_model
+from qwen_nvfp4_serve.planner import Plan, PlanModel
+from qwen_nvfp4_serve.planner.feedback import (
+    differences,
+    extra_after_out_of_memory,
+    read_engine_log,
+    read_extra,
+    write_extra,
+)
 from qwen_nvfp4_serve.ready import first_answer, recording, state_path
 from qwen_nvfp4_serve.settings import Loaded, Settings
 from qwen_nvfp4_serve.stages import Report, progress_message
 from qwen_nvfp4_serve.supervisor import Supervisor
 from qwen_nvfp4_serve.synthetic import CheckpointSpec, ensure_checkpoint
 from qwen_nvfp4_serve.synthetic.config import model_config as embedded_config
+from qwen_nvfp4_serve.units import gib
 
 GPU_DEFAULT, CPU_DEFAULT = "qwen3.5-35b-a3b", "embedded"
 EMBEDDED_SEED = 0
@@ -32,12 +44,18 @@ PROGRESS_EVERY_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A launch that passed every check, the settings and the model it came from, and whether the model is our own."""
+    """A launch that passed every check, and what it came from.
+
+    embedded: the model is our own. plan: what the start is compared with, None without one. shortfall_key: under which
+    memory that the plan did not foresee is remembered.
+    """
 
     launch: Launch
     settings: Settings
     model: Model
     embedded: bool
+    plan: Plan | None
+    shortfall_key: str
 
 
 def prepare(loaded: Loaded, report: Report) -> Prepared:
@@ -52,19 +70,20 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     preflight.check_plugin()
     ref = resolve_model(settings.model or (GPU_DEFAULT if device == "cuda" else CPU_DEFAULT))
     model = locate(ref, settings)
-    config = model_config(ref, model)
-    preflight.check_patches(settings, device, config, vllm_version)
+    preflight.check_patches(settings, device, model_config(ref, model), vllm_version)
     gpu = detect_gpus(settings.cuda_visible_devices)[0] if device == "cuda" else None
+    shortfall = read_extra(shortfalls(settings), shortfall_key(model, gpu))
+    capacity = plan_capacity(settings, planned_model(ref, model, settings, report), gpu, extra_bytes=shortfall)
     launch = build_launch(
         settings,
         model=model,
-        capacity=plan_capacity(settings, row=ref.row, config=config, gpu=gpu),
+        capacity=capacity,
         host=Host(device=device, python=sys.executable, has_cxx=has_cxx_compiler(), in_container=in_container()),
         passthrough=loaded.passthrough,
     )
     for notice in (*loaded.notices, *launch.notices):
         report("notice", notice)
-    return Prepared(launch, settings, model, embedded=is_embedded(ref))
+    return Prepared(launch, settings, model, is_embedded(ref), capacity.plan, shortfall_key(model, gpu))
 
 
 def is_embedded(ref: ModelRef) -> bool:
@@ -82,6 +101,37 @@ def model_config(ref: ModelRef, model: Model) -> dict[str, Any] | None:
     if is_embedded(ref):
         return embedded_config(CheckpointSpec(seed=EMBEDDED_SEED))
     return preflight.read_config(Path(model.source)) if model.local else None
+
+
+def planned_model(ref: ModelRef, model: Model, settings: Settings, report: Report) -> PlanModel | None:
+    """The model as the planner sees it: its folder's own headers, else the catalogue's row, else None.
+
+    Raises QwenNvfp4Error for a folder that vLLM would fail to load; what is merely odd about it is reported.
+    """
+    if is_embedded(ref) and ref.row is not None:
+        return PlanModel.from_row(ref.row, dims_from_config(embedded_config(CheckpointSpec(seed=EMBEDDED_SEED))))
+    if model.local:
+        return plan_model(inspected(Path(model.source), settings, report), model.ids[0])
+    return PlanModel.from_row(ref.row, ref.row.dims) if ref.row and ref.row.dims else None
+
+
+def inspected(folder: Path, settings: Settings, report: Report) -> CheckpointReport:
+    """What the folder's headers say. Raises QwenNvfp4Error for the first fault that vLLM would stumble over."""
+    found = inspect_folder(folder, speculative_tokens=settings.speculative_tokens, vision=settings.vision)
+    require_servable(found)
+    for warning in found.warnings:
+        report("notice", f"checkpoint: {warning.says}. {warning.do}")
+    return found
+
+
+def shortfalls(settings: Settings) -> Path:
+    """The file that remembers how much memory earlier starts ran short of."""
+    return cache_dir(settings) / "memory.json"
+
+
+def shortfall_key(model: Model, gpu: Gpu | None) -> str:
+    """What a shortfall belongs to: the model on the card."""
+    return f"{model.source} on {gpu.name if gpu else 'cpu'}"
 
 
 def choose_device(settings: Settings, report: Report) -> Literal["cuda", "cpu"]:
@@ -158,6 +208,7 @@ def download(model: Model, settings: Settings, report: Report) -> None:
     if found.notice:
         report("notice", found.notice)
     report("verify", f"{model.source} at {found.commit[:12]} is complete and matches its hashes")
+    inspected(found.folder, settings, report)
 
 
 def hub_cache(settings: Settings) -> Path:
@@ -194,9 +245,27 @@ def run(prepared: Prepared, report: Report) -> int:
         ready_message=ready_message(launch, has_key=settings.vllm_api_key is not None),
         start_timeout_s=settings.start_timeout_s,
         shutdown_timeout_s=settings.shutdown_timeout_s,
+        on_ready=_compare(prepared, report),
         drain_signal=signal.SIGUSR1 if DRAIN_MIDDLEWARE in launch.argv else signal.SIGTERM,
     )
-    return supervisor.run()
+    code = supervisor.run()
+    if prepared.plan is not None and read_engine_log(supervisor.log_tail).out_of_memory:
+        extra = extra_after_out_of_memory(prepared.plan)
+        write_extra(shortfalls(settings), prepared.shortfall_key, extra)
+        report("notice", f"out of memory: the next start keeps {gib(extra)} more back")
+    return code
+
+
+def _compare(prepared: Prepared, report: Report) -> Callable[[tuple[str, ...]], None]:
+    """Says after a start where the engine's own numbers differ from the plan's."""
+
+    def compare(lines: tuple[str, ...]) -> None:
+        if prepared.plan is None:
+            return
+        for difference in differences(prepared.plan, read_engine_log(lines)):
+            report("notice", f"not as planned: {difference}")
+
+    return compare
 
 
 def _probe(prepared: Prepared, url: str) -> Callable[[], bool]:

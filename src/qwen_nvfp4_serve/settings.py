@@ -191,11 +191,10 @@ def load_settings(env_file: Path | None = None, environ: Mapping[str, str] = os.
     names = frozenset(knobs())
     passthrough = check_names(from_file, environ, names)
     given = {**from_file, **{k: v for k, v in environ.items() if k in names}}
-    notices = [
-        f"{key}: stripped a trailing carriage return (a file saved on Windows?)"
-        for key, value in given.items()
-        if value.endswith("\r")
-    ]
+    returns = [key for key, value in given.items() if value.endswith("\r")]
+    if env_file and env_file.exists() and b"\r\n" in env_file.read_bytes():
+        returns.append(env_file.name)
+    notices = [f"{name}: stripped trailing carriage returns (saved on Windows?)" for name in returns]
     given = {key: value.strip() for key, value in given.items() if key in names and value.strip()}
     given |= read_secret_files(given)
     values: dict[str, Any] = {"_secrets_dir": SECRETS_DIR if SECRETS_DIR.is_dir() else None, **given}

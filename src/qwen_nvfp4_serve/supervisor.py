@@ -67,6 +67,7 @@ class Supervisor:
     start_timeout_s: float
     shutdown_timeout_s: float
     drain_signal: signal.Signals = signal.SIGTERM
+    on_ready: Callable[[tuple[str, ...]], None] | None = None
     _signals: list[int] = field(default_factory=list)
     _seen_stages: set[Stage] = field(default_factory=set)
     _tail: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=400))
@@ -178,8 +179,15 @@ class Supervisor:
                 self._engines = _engine_processes(child.pid)
                 self._ready.set()
                 self.report("READY", f"in {time.monotonic() - began:.1f} s: {self.ready_message}")
+                if self.on_ready is not None:
+                    self.on_ready(self.log_tail)
                 return
             time.sleep(READY_POLL_S)
+
+    @property
+    def log_tail(self) -> tuple[str, ...]:
+        """The last lines that the child printed."""
+        return tuple(self._tail)
 
     def _cause(self) -> str:
         causes = [

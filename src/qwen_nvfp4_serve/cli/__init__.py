@@ -11,7 +11,19 @@ from rich.console import Console
 from qwen_nvfp4_serve import __version__
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 
-COMMANDS = ("serve", "ready", "smoke", "models", "plan", "inspect", "patches", "bench", "make_checkpoint")
+COMMANDS = (
+    "serve",
+    "ready",
+    "smoke",
+    "models",
+    "plan",
+    "inspect",
+    "doctor",
+    "fetch",
+    "patches",
+    "bench",
+    "make_checkpoint",
+)
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 
 app = typer.Typer(
