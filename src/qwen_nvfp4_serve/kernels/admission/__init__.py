@@ -1,0 +1,73 @@
+"""Which kernel serves which number of tokens, found on the user's own card before the weights load.
+
+    admit(shapes, card=...) -> Table      in a second when it was found before, in half a minute otherwise
+
+Each candidate for each shape must support it, be right, and is then timed; see `trial`. Importing this needs no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from qwen_nvfp4_serve.host import Gpu
+from qwen_nvfp4_serve.kernels.admission import store
+from qwen_nvfp4_serve.kernels.admission.parent import Child, Limits, Process, try_all
+from qwen_nvfp4_serve.kernels.admission.table import Finding, Shape, Span, Table, Verdict, left_out, serving, summary
+
+CANDIDATES = ("qwen-small-m", "qwen-dequantized", "flashinfer-cutlass", "flashinfer-b12x")
+EXACT = CANDIDATES[:2]  # those that leave activations as they are and have a scale for each row
+SPEC = "qwen_nvfp4_serve.kernels.admission.candidates:default_candidates"
+
+__all__ = [
+    "CANDIDATES", "EXACT", "Finding", "Limits", "Shape", "Span", "Table", "Verdict", "admit", "left_out", "serving",
+    "start_process", "summary",
+]  # fmt: skip
+
+
+def start_process(
+    names: Sequence[str],
+    *,
+    shapes: Sequence[Shape],
+    device: str,
+    spec: str = SPEC,
+    environment: Mapping[str, str] | None = None,
+) -> Child:
+    """A child that tries the candidates `names` of `spec` on `device`."""
+    request = {
+        "spec": spec,
+        "names": list(names),
+        "shapes": [[shape.n, shape.k] for shape in shapes],
+        "device": device,
+    }
+    return Process(request, environment)
+
+
+def admit(
+    shapes: Sequence[Shape],
+    *,
+    card: Gpu,
+    device: str = "cuda:0",
+    names: Sequence[str] = CANDIDATES,
+    directory: Path | None = None,
+    start: Callable[[Sequence[str]], Child] | None = None,
+    limits: Limits | None = None,
+) -> Table:
+    """The table for these shapes on this card: the one kept, if it is valid and final, else a new one, kept.
+
+    device: as the child process sees the card. start: how a child is begun, to be replaced in tests.
+    """
+    valid_for = store.facts(card) | {"candidates": ",".join(names)}
+    path = store.path_of(directory or store.folder(), valid_for, shapes)
+    with store.alone(path):
+        known = store.read(path)
+        if known is not None and known.final:
+            return known
+        begin = time.monotonic()
+        start = start or partial(start_process, shapes=shapes, device=device)
+        findings = try_all(names, shapes, start=start, limits=limits)
+        table = Table(facts=valid_for, findings=findings, took_s=time.monotonic() - begin)
+        store.write(path, table)
+    return table

@@ -1,0 +1,51 @@
+"""The linear layers of a model as one card holds them, and the memory that our kernels take beside them. No torch."""
+
+from __future__ import annotations
+
+from qwen_nvfp4_serve.dims import Dims
+from qwen_nvfp4_serve.kernels.admission.table import Shape
+from qwen_nvfp4_serve.units import MIB
+
+VOCAB_MULTIPLE = 64  # vLLM pads the rows of lm_head to it (layers/vocab_parallel_embedding.py)
+
+# kernels/nvfp4_linear/launch.py: bound of the dequantized rows; linear.cu: two parts of at most 64 KiB for each
+# resident block, of which registers allow two on a multiprocessor, and the counters.
+DEQUANTIZED_BYTES = 128 * MIB
+PARTIAL_BYTES_PER_PROCESSOR = 2 * 2 * 64 * 1024
+COUNTER_BYTES = 64 * 1024
+
+
+def linear_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
+    """Every linear layer that a checkpoint of these dimensions can quantize, after vLLM's fusions, without repeats.
+
+    Routed experts and the vision tower are not among them. Layers that a checkpoint leaves unquantized are included:
+    which those are is only known once the layer is built.
+    """
+    cards, hidden = tensor_parallel, dims.hidden
+    queries = dims.q_heads * dims.head_dim // cards
+    keys = max(1, dims.kv_heads // cards) * dims.head_dim  # fewer heads than cards are repeated
+    value_width = dims.gdn_value_heads * dims.gdn_value_dim // cards
+    key_width = dims.gdn_key_heads * dims.gdn_key_dim // cards
+    vocab = -(-dims.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // cards
+    found = [
+        Shape(queries * (2 if dims.output_gate else 1) + 2 * keys, hidden),
+        Shape(hidden, queries),
+        Shape(2 * key_width + 2 * value_width, hidden),
+        Shape(2 * dims.gdn_value_heads // cards, hidden),
+        Shape(hidden, value_width),
+        Shape(vocab, hidden),
+    ]
+    for width in (dims.intermediate, dims.shared_intermediate):
+        if width:
+            found += [Shape(2 * width // cards, hidden), Shape(hidden, width // cards)]
+    return tuple(dict.fromkeys(found))
+
+
+def workspace_bytes(multiprocessors: int, *, moe: bool) -> int:
+    """What the kernels may take on a card: a workspace for each stream that runs them.
+
+    Streams: the engine's own, the one that CUDA graphs are captured on, and for a mixture of experts vLLM's second
+    one, for shared experts.
+    """
+    one = DEQUANTIZED_BYTES + COUNTER_BYTES + multiprocessors * PARTIAL_BYTES_PER_PROCESSOR
+    return one * (3 if moe else 2)

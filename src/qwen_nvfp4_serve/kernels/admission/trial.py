@@ -1,0 +1,304 @@
+"""The child of an admission: tries candidates on this card and reports each step as one JSON line.
+
+python -m qwen_nvfp4_serve.kernels.admission.trial REQUEST   where REQUEST is JSON, see `Request`.
+
+A candidate may be wrong, crash or hang here: the parent reads how far it came. Correctness is judged on random data
+whose output memory is poisoned, at sizes that need padding, with inputs scaled far up and down; only then is it timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from qwen_nvfp4_serve.kernels import nvfp4, nvfp4_linear
+from qwen_nvfp4_serve.kernels.admission import candidates as known
+from qwen_nvfp4_serve.kernels.admission.candidates import Candidate
+from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS, Finding, Shape, Verdict, finding_to_json
+from qwen_nvfp4_serve.kernels.nvfp4_linear import LinearWeight, reference
+
+CHECKED_TOKENS = (1, 2, 7, 8, 16, 17, 33, 64, 65, 200)
+PADDED = (Shape(200, 768), Shape(96, 512), Shape(1000, 640))  # rows that fill no tile of scales
+SCALED = (2.0**-12, 2.0**12)  # what they multiply: products beyond FP16's range, in both directions
+CHECKED_ROWS = 8192  # of the FP64 copy of a weight at a time
+MARGIN = 64  # elements behind the output that must stay as they were
+CPU_REPEATS = 5
+COLD_BYTES = 256 * 2**20  # of weights, so that none is in an L2 cache (126 MB on the largest card)
+MAX_COPIES = 32
+MANY_TOKENS = 256
+# A library rounds ties, and quotients, in its own way: this much of the activations' norm may differ from ours.
+ROUNDING_SHARE = 0.02
+INPUT_AMAX = 6.0
+
+Timer = Callable[[Sequence[Callable[[], object]]], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the child is asked. spec: module:function of the candidates. names: which, in order. device: as torch."""
+
+    spec: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A random weight and activations, and for W4A4 the two scales."""
+
+    weight: LinearWeight
+    x: torch.Tensor
+    bias: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A candidate's y for `factor` times the activations, with or without the bias."""
+
+    y: torch.Tensor
+    factor: float = 1.0
+    biased: bool = False
+
+    def __str__(self) -> str:
+        return f"M={self.y.shape[0]}, inputs times {self.factor:g}" + (", with bias" if self.biased else "")
+
+
+class WrongResultError(Exception):
+    """A candidate's output is not what the definition says; the text says how."""
+
+
+def make_case(shape: Shape, device: torch.device, *, one_scale: bool, seed: int = 0) -> Case:
+    """Random codes and block scales, in two shards of unequal global scale unless `one_scale`."""
+    generator = torch.Generator(device).manual_seed(seed)
+    packed = torch.randint(0, 256, (shape.n, shape.k // 2), dtype=torch.uint8, device=device, generator=generator)
+    bytes_ = torch.randint(
+        32, 127, (shape.n, shape.k // nvfp4.BLOCK), dtype=torch.uint8, device=device, generator=generator
+    )
+    cut = shape.n // 3 // 16 * 16
+    rows, multipliers = (shape.n,), (1.7e-4,)
+    if cut and not one_scale:
+        rows, multipliers = (cut, shape.n - cut), (3.1e-5, 1.7e-4)  # type: ignore[assignment]
+    weight = nvfp4_linear.prepare_weight(packed, bytes_.view(torch.float8_e4m3fn), rows, multipliers)
+    x = torch.randn(max(TIMED_TOKENS), shape.k, device=device, generator=generator).bfloat16()
+    bias = torch.randn(shape.n, device=device, generator=generator).bfloat16()
+    inverse = nvfp4.E2M1_MAX * nvfp4.E4M3_MAX / INPUT_AMAX
+    scales = torch.tensor([inverse, multipliers[-1] / inverse], dtype=torch.float32, device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # kernels may read weights before the work ahead of them ends
+    return Case(weight, x, bias, scales)
+
+
+def check(candidate: Candidate, case: Case) -> None:
+    """Raises WrongResultError unless every output of every M, plain, scaled and with a bias, is within its bound."""
+    tokens = [m for m in CHECKED_TOKENS if candidate.max_tokens is None or m <= candidate.max_tokens]
+    x = case.x[: tokens[-1]]
+    seen = candidate.activations(x, _scales(candidate, case)).double()
+    _check_rounding(candidate, x, seen)
+    outputs = [Output(_run_poisoned(candidate, case, x[:m])) for m in tokens]
+    outputs.append(Output(_run_poisoned(candidate, case, x, biased=True), biased=True))
+    # A power of two scales every product and sum exactly, so these are held against the same reference.
+    outputs += [Output(_run_poisoned(candidate, case, x, factor=factor), factor) for factor in SCALED]
+    _compare(case, seen, outputs)
+
+
+def _scales(candidate: Candidate, case: Case, factor: float = 1.0) -> torch.Tensor | None:
+    """The two scales for activations that are `factor` times the case's."""
+    if not candidate.rounds_activations:
+        return None
+    return case.scales * torch.tensor([1 / factor, factor], device=case.scales.device)
+
+
+def _check_rounding(candidate: Candidate, x: torch.Tensor, seen: torch.Tensor) -> None:
+    expected, allowed = x.double(), 0.0
+    if candidate.rounds_activations:
+        scale = INPUT_AMAX / (nvfp4.E2M1_MAX * nvfp4.E4M3_MAX)
+        expected, allowed = reference.quantized_activations(x, scale).double(), ROUNDING_SHARE
+    share = float((seen - expected).norm() / expected.norm())
+    if not share <= allowed:
+        raise WrongResultError(f"its rounded activations differ from the format's by {share:.1%} of their norm")
+
+
+def _run_poisoned(
+    candidate: Candidate, case: Case, x: torch.Tensor, *, factor: float = 1.0, biased: bool = False
+) -> torch.Tensor:
+    """The output for `factor` times x, computed twice into memory full of NaN."""
+    m, n = x.shape[0], case.weight.packed.shape[0]
+    x, scales, bias = x * factor, _scales(candidate, case, factor), case.bias if biased else None
+    results = []
+    for _ in range(2):
+        memory = torch.full((m * n + MARGIN,), float("nan"), dtype=torch.bfloat16, device=x.device)
+        y = memory[: m * n].view(m, n)
+        candidate.run(x, case.weight, y, bias=bias, scales=scales)
+        if not memory[m * n :].isnan().all():
+            raise WrongResultError(f"it writes past its output at M={m}")
+        results.append(y)
+    unwritten = int(results[0].isnan().sum())
+    if unwritten:
+        column = int(results[0].isnan().any(0).nonzero()[0])
+        raise WrongResultError(f"{unwritten} outputs unwritten or NaN at M={m}, from row {column} of the weight on")
+    if not torch.equal(*results):
+        raise WrongResultError(f"two calls differ at M={m}")
+    return results[0]
+
+
+def _compare(case: Case, seen: torch.Tensor, outputs: Sequence[Output]) -> None:
+    """Element by element against FP64, some rows of the weight at a time."""
+    packed, row_scale = case.weight.packed, case.weight.row_scale
+    n, groups = packed.shape[0], packed.shape[1] * 2 // nvfp4.BLOCK
+    block_scale = nvfp4.unswizzle_scales(case.weight.scales, n, groups)
+    for first in range(0, n, CHECKED_ROWS):
+        rows = slice(first, min(first + CHECKED_ROWS, n))
+        dense = nvfp4.dequantize_nvfp4(packed[rows], block_scale[rows], row_scale[rows], dtype=torch.float64)
+        expected = seen @ dense.T
+        bound = reference.error_bound(seen, dense, expected)
+        bias = case.bias[rows].double()
+        for output in outputs:
+            m, extra = output.y.shape[0], bias if output.biased else torch.zeros_like(bias)
+            error = (output.y[:, rows].double() / output.factor - expected[:m] - extra).abs()
+            ratio = float((error / (bound[:m] + extra.abs() * 2.0**-8)).max())
+            if not ratio <= 1:
+                where = f"{output}, rows {rows.start} to {rows.stop - 1}"
+                raise WrongResultError(f"error {ratio:.3g} times what is allowed at {where}")
+
+
+def time_tokens(candidate: Candidate, case: Case, timer: Timer) -> Iterator[tuple[int, float]]:
+    """(M, microseconds of one call) over TIMED_TOKENS, weights going round so that none is cached."""
+    size_bytes = case.weight.packed.numel() + case.weight.scales.numel()
+    cold = case.x.is_cuda
+    copies = min(max(2, -(-COLD_BYTES // size_bytes)), MAX_COPIES) if cold else 1
+    first = case.weight
+    weights = [first] + [
+        dataclasses.replace(first, packed=first.packed.clone(), scales=first.scales.clone()) for _ in range(copies - 1)
+    ]
+    scales = case.scales if candidate.rounds_activations else None
+    for m in TIMED_TOKENS:
+        if candidate.max_tokens is not None and m > candidate.max_tokens:
+            return
+        x = case.x[:m]
+        y = torch.empty(m, first.packed.shape[0], dtype=torch.bfloat16, device=x.device)
+        used = weights if m <= MANY_TOKENS else weights[:2]
+        yield m, timer([partial(candidate.run, x, weight, y, scales=scales) for weight in used])
+
+
+def cuda_timer(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of a call, from replays of a CUDA graph that holds them all."""
+    from qwen_nvfp4_serve.kernels.nvfp4_linear.measure import graph_us
+
+    return graph_us(calls)
+
+
+def cpu_timer(calls: Sequence[Callable[[], object]]) -> float:
+    """Median microseconds of a call."""
+    times = []
+    for _ in range(CPU_REPEATS):
+        begin = time.perf_counter()
+        for call in calls:
+            call()
+        times.append((time.perf_counter() - begin) * 1e6 / len(calls))
+    return statistics.median(times)
+
+
+def try_one(
+    candidate: Candidate,
+    shape: Shape,
+    *,
+    device: torch.device,
+    capability: tuple[int, int],
+    timer: Timer,
+    say: Callable[[str], None],
+) -> Finding:
+    """Everything about one candidate and one shape. `say` is told each stage before it begins: first, check, time."""
+    reason = candidate.unavailable() or candidate.supports(capability, shape.n, shape.k)
+    if reason:
+        return Finding(candidate=candidate.name, shape=shape, verdict=Verdict.UNSUPPORTED, reason=reason)
+    case = make_case(shape, device, one_scale=candidate.one_scale)
+    try:
+        say("first")
+        scales = case.scales if candidate.rounds_activations else None
+        y = torch.empty(1, shape.n, dtype=torch.bfloat16, device=device)
+        candidate.run(case.x[:1], case.weight, y, scales=scales)
+        _synchronize(device)
+        say("check")
+        check(candidate, case)
+        say("time")
+        times = tuple(time_tokens(candidate, case, timer))
+    except WrongResultError as error:
+        return Finding(candidate=candidate.name, shape=shape, verdict=Verdict.WRONG, reason=str(error))
+    return Finding(candidate=candidate.name, shape=shape, verdict=Verdict.ADMITTED, times_us=times)
+
+
+def try_padded(candidate: Candidate, device: torch.device, capability: tuple[int, int]) -> str | None:
+    """What is wrong with it at sizes that need padding, None if nothing, or if it takes none of them."""
+    for shape in PADDED:
+        if candidate.supports(capability, shape.n, shape.k) is None:
+            try:
+                check(candidate, make_case(shape, device, one_scale=candidate.one_scale))
+            except WrongResultError as error:
+                return f"{error} (padded size {shape})"
+    return None
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def serve(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Tries every candidate on every shape, candidate by candidate, and emits its steps and findings."""
+    device = torch.device(request.device)
+    shapes = [Shape(*pair) for pair in request.shapes]
+    capability, timer = (0, 0), cpu_timer
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        capability, timer = torch.cuda.get_device_capability(device), cuda_timer
+    found = known.load(request.spec)
+    for name in request.names:
+        candidate, wrong = found[name], None
+        for index, shape in enumerate(shapes):
+
+            def say(stage: str, shape: Shape = shape, candidate: Candidate = candidate) -> None:
+                step = {"candidate": candidate.name, "n": shape.n, "k": shape.k, "stage": stage}
+                emit({"step": step | {"compiles": candidate.compiles}})
+
+            say("begin")
+            if index == 0 and candidate.unavailable() is None:
+                say("first")
+                wrong = try_padded(candidate, device, capability)
+            if wrong is None:
+                one = try_one(candidate, shape, device=device, capability=capability, timer=timer, say=say)
+            else:
+                one = Finding(candidate=name, shape=shape, verdict=Verdict.WRONG, reason=wrong)
+            emit({"finding": finding_to_json(one)})
+
+
+def main() -> int:
+    """Runs the request of the first argument. A candidate's exception ends the process, as a crash would."""
+    # Libraries print where they like: our lines go to what was standard output, everything else to standard error.
+    reports = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def emit(event: dict[str, Any]) -> None:
+        print(json.dumps(event), file=reports, flush=True)
+
+    value = json.loads(sys.argv[1])
+    shapes = tuple((int(n), int(k)) for n, k in value["shapes"])
+    emit({"step": {"stage": "start"}})
+    serve(Request(spec=value["spec"], names=tuple(value["names"]), shapes=shapes, device=value["device"]), emit)
+    emit({"done": True})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
