@@ -188,3 +188,20 @@ def test_command_wrong_use_is_exit_2_and_one_sentence(tmp_path: Path, words: lis
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_landscape_of_the_5090_has_both_seeds_and_the_bounds(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = command("published", "rtx-5090", "--out", "results", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "results" / "rtx-5090.md").read_text()
+    for words in (
+        "| 35B stack (Marlin) | 196 at 4K; 156 at 256K | 21,000 at 4K; 5,000 at 256K |",
+        "| 27B stack, Marlin | 80 (depth not stated) | 4,000 (depth not stated) |",
+        "| Qwen3.5-35B-A3B | 4K |",
+        "| Qwen3.5-27B | 256K |",
+        "Nothing here was measured by this project",
+    ):
+        assert words in page, words
+    assert "GB10" not in page
+    assert min(size_of(tmp_path / "results" / "rtx-5090.png")) > 400

@@ -202,6 +202,21 @@ def _configuration(text: str) -> tuple[str, dict[str, object]]:
     return label, value
 
 
+@group.command("published")
+def published_figures(
+    card: str = typer.Argument("rtx-5090", help="Card of the table, as `qwen-nvfp4 plan --gpu` takes it."),
+    out: Path = typer.Option(Path("docs/results"), help="Folder for the page and the chart."),
+) -> None:
+    """Write what others published for a card beside what its bandwidth allows; measures nothing."""
+    from qwen_nvfp4_serve.bench.landscape import draw_landscape, landscape_markdown
+    from qwen_nvfp4_serve.gpus import find_gpu
+
+    row = find_gpu(card)
+    out.mkdir(parents=True, exist_ok=True)
+    chart = draw_landscape(row, out)
+    (out / f"{row.name}.md").write_text(landscape_markdown(row, chart), encoding="utf-8")
+
+
 @group.command()
 def schema() -> None:
     """Print the JSON Schema of result.json."""
