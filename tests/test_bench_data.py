@@ -25,6 +25,8 @@ from qwen_nvfp4_serve.gpus import match_gpu
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 3}
 
+KEYS = ("choices", "usage", "error", "text", "delta", "content", "prompt_tokens", "completion_tokens", "cached_tokens")
+
 
 def exchange(*events: tuple[float, object]) -> Exchange:
     lines = [
@@ -43,6 +45,21 @@ def test_read_exchange_counts_usage_not_chunks() -> None:
     assert (sample.failure, sample.completion_tokens, sample.chunks) == (None, 3, 2)
     assert (sample.first_token_s, sample.last_token_s, sample.first_tokens) == (1.0, 2.0, 1.5)
     assert sum(one.tokens for one in found) == 3
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 9) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(KEYS), JSON_VALUES, max_size=5) | st.binary(max_size=20), max_size=6))
+def test_read_exchange_never_raises_whatever_a_server_sends(events: list[Any]) -> None:
+    lines = ((2.0, one if isinstance(one, dict) else b"data: " + one) for one in events)
+    sample, found = read_exchange(exchange(*lines), 1.0)
+    assert (sample.failure is None) or not found
+    assert all(one.tokens >= 0 for one in found)
 
 
 def test_parse_comments_blank_lines_and_carriage_returns_are_no_fault() -> None:

@@ -16,14 +16,17 @@ from tests.bench_stand_in import Script, scripted
 
 from qwen_nvfp4_serve.bench.charts import draw_charts
 from qwen_nvfp4_serve.bench.compare import compare, comparison_markdown, differences, draw_comparison
+from qwen_nvfp4_serve.bench.landscape import landscape_markdown
 from qwen_nvfp4_serve.bench.published import find_published
 from qwen_nvfp4_serve.bench.report import markdown
 from qwen_nvfp4_serve.bench.result import read_result, write_result
 from qwen_nvfp4_serve.bench.samples import Failure
 from qwen_nvfp4_serve.bench.series import lines
-from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
+from qwen_nvfp4_serve.gpus import find_gpu
 
 COMMAND = Path(sys.executable).parent / "qwen-nvfp4"
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 SEEDS = find_published(["seed_35b", "seed_27b_marlin", "seed_27b_cutlass"])
 
 
@@ -101,6 +104,12 @@ def test_charts_of_a_run_in_which_all_failed_are_still_drawn(tmp_path: Path) -> 
     result = made_result(depths=(0,), concurrencies=(1,), runs=1, failure=Failure("connect", "refused"))
     assert result.cases[0].metrics.decode_total is None
     assert len(draw_charts(result, tmp_path, SEEDS)) == 3
+
+
+def test_charts_without_matplotlib_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(QwenNvfp4Error, match="matplotlib is not installed"):
+        draw_charts(made_result(), tmp_path)
 
 
 def test_compare_ratio_spread_and_verdict() -> None:
@@ -205,3 +214,8 @@ def test_landscape_of_the_5090_has_both_seeds_and_the_bounds(tmp_path: Path) -> 
         assert words in page, words
     assert "GB10" not in page
     assert min(size_of(tmp_path / "results" / "rtx-5090.png")) > 400
+
+
+def test_landscape_page_of_the_docs_is_what_the_command_writes_now() -> None:
+    page = landscape_markdown(find_gpu("rtx-5090"), RESULTS / "rtx-5090.png")
+    assert (RESULTS / "rtx-5090.md").read_text() == page, "run `qwen-nvfp4 bench published`"

@@ -93,7 +93,8 @@ def read_exchange(exchange: Exchange, began_s: float) -> tuple[Sample, tuple[Arr
         return Sample(start_s=start_s, end_s=end_s, first_response_s=first_response_s, failure=failure), ()
     tokens = int(stream.usage["completion_tokens"])
     found = tuple(Arrival(one.at_s - began_s, one.tokens) for one in arrivals(stream.events, tokens))
-    details = stream.usage.get("prompt_tokens_details") or {}
+    details = stream.usage.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
     sample = Sample(
         start_s=start_s,
         end_s=end_s,
@@ -101,7 +102,7 @@ def read_exchange(exchange: Exchange, began_s: float) -> tuple[Sample, tuple[Arr
         first_token_s=found[0].at_s if found else None,
         last_token_s=found[-1].at_s if found else None,
         prompt_tokens=int(stream.usage["prompt_tokens"]),
-        cached_tokens=details.get("cached_tokens"),
+        cached_tokens=cached if isinstance(cached, int) else None,
         completion_tokens=tokens,
         first_tokens=found[0].tokens if found else None,
         chunks=len(found),
@@ -166,21 +167,23 @@ def parse(exchange: Exchange) -> Stream:
 def _json_object(text: bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
 def _is_usage(value: object) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(name), int) for name in ("prompt_tokens", "completion_tokens")
-    )
+    if not isinstance(value, dict):
+        return False
+    counts = [value.get(name) for name in ("prompt_tokens", "completion_tokens")]
+    return all(isinstance(count, int) and count >= 0 for count in counts)
 
 
 def _has_text(choice: object) -> bool:
     if not isinstance(choice, dict):
         return False
-    delta = choice.get("delta") or {}
+    delta = choice.get("delta")
+    delta = delta if isinstance(delta, dict) else {}
     texts = (choice.get("text"), *(delta.get(name) for name in ("content", "reasoning_content", "reasoning")))
     return any(texts) or bool(delta.get("tool_calls"))
 

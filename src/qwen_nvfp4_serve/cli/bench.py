@@ -110,7 +110,7 @@ def bench(
     check_workload(workload, 0)
     server = _connect(base_url, env_file)
     check_workload(workload, server.max_model_len)
-    order = _order(workload, server, label=label or folder.name, card=card, server_log=server_log, plan=plan)
+    order = _order(workload, server, label=label or folder.resolve().name, card=card, server_log=server_log, plan=plan)
     _measure(order, folder, names)
 
 
