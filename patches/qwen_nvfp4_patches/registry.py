@@ -13,6 +13,7 @@ from qwen_nvfp4_patches import (
     cpu_mtp_state,
     cpu_nvfp4_linear,
     cpu_nvfp4_moe,
+    cpu_one_token_prompt,
     qwen3_parser,
     stream_shutdown,
 )
@@ -28,6 +29,7 @@ PATCHES: tuple[Patch, ...] = (
     cpu_fused_scales.PATCH,
     cpu_fp8_linear.PATCH,
     cpu_mtp_state.PATCH,
+    cpu_one_token_prompt.PATCH,
     stream_shutdown.PATCH,
     qwen3_parser.PATCH,
 )
