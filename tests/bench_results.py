@@ -75,6 +75,7 @@ def made_result(tokens_per_s: float = 100.0, failure: Failure | None = None, **c
             vllm="0.33.0",
             cache={"cache_dtype": "fp8", "block_size": "2096"},
             kernels=("Using MarlinLinearKernel for NVFP4 GEMM",),
+            ready_s=61.4,
             plan={"fits": True},
         ),
         "machine": Machine(

@@ -17,7 +17,7 @@ from qwen_nvfp4_serve.bench.prompts import LEAD, WORDS, Prompt, Vocabulary, lear
 from qwen_nvfp4_serve.bench.published import figure, published
 from qwen_nvfp4_serve.bench.result import dump_result, read_result, result_schema, write_result
 from qwen_nvfp4_serve.bench.samples import Arrival, Event, Exchange, arrivals, parse, read_exchange
-from qwen_nvfp4_serve.bench.server import cache_labels, kernel_lines
+from qwen_nvfp4_serve.bench.server import cache_labels, kernel_lines, ready_seconds
 from qwen_nvfp4_serve.bench.statistics import peak, spread
 from qwen_nvfp4_serve.bench.workload import Workload, cases, check_workload
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
@@ -253,6 +253,11 @@ def test_kernel_lines_keep_each_choice_once_without_its_prefix() -> None:
         "INFO 11-30 10:00:02 [api_server.py:1] Started server process\n"
     )
     assert kernel_lines(log) == ("Using MarlinKernel for NVFP4 GEMM",)
+
+
+def test_ready_seconds_are_those_of_the_stage_line() -> None:
+    assert ready_seconds("[qwen-nvfp4   0.1s] load: x\n[qwen-nvfp4  61.4s] READY: http://…\n") == 61.4
+    assert ready_seconds("INFO READY\n") is None
 
 
 def test_cache_labels_absent_metric_is_none() -> None:

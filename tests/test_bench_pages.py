@@ -45,6 +45,7 @@ def test_markdown_names_card_failures_and_every_row() -> None:
     assert "| tg32 @ d4096 (c1) | 100.0 ±" in page
     assert "| 1/12 |" in page
     assert "| NVIDIA H200 | driver 580.1, SM 1980 of 1980 MHz" in page
+    assert "| start to READY | 61 s |" in page
     assert "`Using MarlinLinearKernel for NVFP4 GEMM`" in page
 
 

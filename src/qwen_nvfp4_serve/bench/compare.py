@@ -98,6 +98,8 @@ def differences(first: Result, second: Result) -> tuple[tuple[str, str, str], ..
         ("power limit (W)", _power(first), _power(second)),
         ("packages", _packages(first), _packages(second)),
         ("kernels", _kernels(first), _kernels(second)),
+        ("start to READY (s)", str(first.server.ready_s), str(second.server.ready_s)),
+        ("memory used (MiB)", _memory(first), _memory(second)),
         ("failed requests", _failed(first), _failed(second)),
         ("host", str(first.machine.cpu), str(second.machine.cpu)),
     )
@@ -180,6 +182,10 @@ def _driver(result: Result) -> str:
 
 def _power(result: Result) -> str:
     return ", ".join(f"{card.power_limit_w}" for card in result.machine.cards_before or ()) or "unknown"
+
+
+def _memory(result: Result) -> str:
+    return ", ".join(f"{card.memory_used_mib}" for card in result.machine.cards_after or ()) or "unknown"
 
 
 def _packages(result: Result) -> str:

@@ -25,6 +25,7 @@ class ServerFacts:
     """What the server says of itself; None where it does not.
 
     cache: labels of vLLM's cache_config_info metric. kernels: lines of its log that name a kernel or a backend.
+    ready_s: from the start to READY, by that log.
     plan: as `qwen-nvfp4 plan --json` prints it, as given to the benchmark.
     """
 
@@ -36,6 +37,7 @@ class ServerFacts:
     vllm: str | None
     cache: dict[str, str] | None
     kernels: tuple[str, ...] | None
+    ready_s: float | None
     plan: dict[str, Any] | None
 
 

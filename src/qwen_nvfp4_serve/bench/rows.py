@@ -81,7 +81,11 @@ def settings_rows(result: Result) -> tuple[tuple[str, str], ...]:
     for card in machine.cards_after or ():
         clocks = f"SM {_unit(card.sm_clock_mhz)} of {_unit(card.max_sm_clock_mhz)} MHz"
         memory = f"memory {_unit(card.memory_clock_mhz)} MHz"
-        rows.append((card.name, f"driver {card.driver}, {clocks}, {memory}, power limit {_unit(card.power_limit_w)} W"))
+        power = f"power limit {_unit(card.power_limit_w)} W"
+        used = f"{_unit(card.memory_used_mib)} of {_unit(card.memory_mib)} MiB used"
+        rows.append((card.name, f"driver {card.driver}, {clocks}, {memory}, {power}, {used}"))
+    if server.ready_s is not None:
+        rows.append(("start to READY", f"{server.ready_s:.0f} s"))
     if server.cache:
         wanted = ("cache_dtype", "block_size", "num_gpu_blocks", "enable_prefix_caching")
         rows.append(("cache", ", ".join(f"{name} {server.cache[name]}" for name in wanted if name in server.cache)))

@@ -18,6 +18,7 @@ PROBE_TIMEOUT_S = 10.0
 KERNEL_LINE = re.compile(
     r"(?:Using|Selected) .*(?:kernel|backend|attention|experts)|Patch [\w-]+: |torch\.ops\.qwen_nvfp4", re.IGNORECASE
 )
+READY_LINE = re.compile(r"^\[qwen-nvfp4 +(\d+(?:\.\d+)?)s\] READY:", re.MULTILINE)
 LINE_PREFIX = re.compile(r"^.*?\[[\w.]+:\d+\]\s*")  # `(EngineCore pid=7) INFO 11-30 10:00:00 [cpu.py:104] `
 CACHE_METRIC = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -32,13 +33,15 @@ def describe_server(server: Server, *, log: Path | None, plan: Path | None) -> S
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
     with httpx.Client(headers=headers, timeout=PROBE_TIMEOUT_S, trust_env=False) as http:
         version, metrics = _get(http, f"{root}/version"), _get(http, f"{root}/metrics")
+    said = None if log is None else _read(log, "--server-log")
     return ServerFacts(
         base_url=server.base_url,
         model=server.model,
         max_model_len=server.max_model_len or None,
         vllm=_version(version),
         cache=cache_labels(metrics or ""),
-        kernels=None if log is None else kernel_lines(_read(log, "--server-log")),
+        kernels=None if said is None else kernel_lines(said),
+        ready_s=None if said is None else ready_seconds(said),
         plan=None if plan is None else _plan(plan),
     )
 
@@ -53,6 +56,12 @@ def kernel_lines(log: str) -> tuple[str, ...]:
     """Each line of a server's log that names a kernel, once, without time and process."""
     lines = (LINE_PREFIX.sub("", line).strip() for line in log.splitlines() if KERNEL_LINE.search(line))
     return tuple(dict.fromkeys(lines))
+
+
+def ready_seconds(log: str) -> float | None:
+    """Seconds from the start to READY in a log of `qwen-nvfp4 serve`; None when it does not say."""
+    found = READY_LINE.search(log)
+    return float(found.group(1)) if found else None
 
 
 def _get(http: httpx.Client, url: str) -> str | None:
