@@ -131,3 +131,10 @@ def test_build_launch_template_is_ours_unless_the_model_or_the_user_has_another(
 ) -> None:
     argv = launch(CPU, dataclasses.replace(LOCAL, own_format=own_format), CHAT_TEMPLATE=knob).argv
     assert ("--chat-template" in argv) is ours
+
+
+def test_build_launch_kernels_setting_and_cache_reach_the_plugin() -> None:
+    environment = launch(GPU, NVFP4_BACKEND="hybrid", CACHE_DIR="/cache").environment
+    assert environment["QWEN_NVFP4_BACKEND"] == "hybrid"
+    assert environment["QWEN_NVFP4_CACHE_DIR"] == "/cache"
+    assert launch(GPU).environment["QWEN_NVFP4_BACKEND"] == "auto"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_nvfp4_patches import seams
 from qwen_nvfp4_patches.activations import CpuActivations, cpu_activations, rounding_op
-from qwen_nvfp4_patches.cpu_fused_scales import expert_row_scales
+from qwen_nvfp4_patches.fused_scales import expert_row_scales
 from qwen_nvfp4_patches.patch import Need, Patch, Platform
 
 if TYPE_CHECKING:

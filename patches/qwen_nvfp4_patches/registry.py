@@ -9,11 +9,12 @@ from importlib import metadata
 
 from qwen_nvfp4_patches import (
     cpu_fp8_linear,
-    cpu_fused_scales,
     cpu_mtp_state,
     cpu_nvfp4_linear,
     cpu_nvfp4_moe,
     cpu_one_token_prompt,
+    fused_scales,
+    gpu_nvfp4_linear,
     qwen3_parser,
     stream_shutdown,
 )
@@ -26,10 +27,11 @@ SWITCH = "QWEN_NVFP4_PATCHES"
 PATCHES: tuple[Patch, ...] = (
     cpu_nvfp4_linear.PATCH,
     cpu_nvfp4_moe.PATCH,
-    cpu_fused_scales.PATCH,
+    fused_scales.PATCH,
     cpu_fp8_linear.PATCH,
     cpu_mtp_state.PATCH,
     cpu_one_token_prompt.PATCH,
+    gpu_nvfp4_linear.PATCH,
     stream_shutdown.PATCH,
     qwen3_parser.PATCH,
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 from qwen_nvfp4_serve.errors import UnsupportedHostError
 
-_MARK = "_qwen_nvfp4_original"
+MARK = "_qwen_nvfp4_original"
 
 
 def require_parameters(function: Callable[..., Any], *names: str) -> None:
@@ -55,11 +55,11 @@ def replace_function(
     from `owner`. A function that was replaced here before is left alone.
     """
     original = require_attribute(owner, name)
-    if hasattr(original, _MARK):
+    if hasattr(original, MARK):
         return
     require_parameters(original, *parameters)
     replacement = make(original)
-    setattr(replacement, _MARK, original)
+    setattr(replacement, MARK, original)
     setattr(owner, name, replacement)
     for loaded in list(sys.modules.values()):
         if getattr(loaded, "__name__", "").startswith("vllm") and vars(loaded).get(name) is original:

@@ -8,6 +8,7 @@ from typing import Literal
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.gpus import GpuRow, match_gpu
 from qwen_nvfp4_serve.host import Gpu
+from qwen_nvfp4_serve.kernels.admission.shapes import workspace_bytes
 from qwen_nvfp4_serve.launch import Capacity
 from qwen_nvfp4_serve.planner import Plan, PlanModel, PlanRequest, alternatives, plan
 from qwen_nvfp4_serve.settings import Settings
@@ -81,7 +82,15 @@ def _gpu_request(settings: Settings, model: PlanModel, gpu: Gpu, card: GpuRow | 
         utilization=settings.gpu_memory_utilization,
         free_bytes=gpu.free_bytes,
         total_bytes=gpu.memory_bytes,
+        workspace_bytes=_workspace_bytes(settings, model, card),
     )
+
+
+def _workspace_bytes(settings: Settings, model: PlanModel, card: GpuRow | None) -> int:
+    """Of our own linear kernels, where they are asked for."""
+    if card is None or settings.nvfp4_backend != "hybrid" or settings.patches == "off":
+        return 0
+    return workspace_bytes(card.sm_count, moe=model.dims.is_moe)
 
 
 def _refusal(settings: Settings, planned: Plan) -> QwenNvfp4Error:

@@ -211,6 +211,7 @@ def _environment(settings: Settings, model: Model, host: Host, passthrough: dict
         ),
         "VLLM_NO_USAGE_STATS": passthrough.get("VLLM_NO_USAGE_STATS", "1"),  # no telemetry unless the user asks for it
         "QWEN_NVFP4_PATCHES": settings.patches,
+        "QWEN_NVFP4_BACKEND": settings.nvfp4_backend,
         DRAIN_VARIABLE: str(settings.shutdown_timeout_s),
         "PYTHONUNBUFFERED": "1",
     }
@@ -222,6 +223,8 @@ def _environment(settings: Settings, model: Model, host: Host, passthrough: dict
         added["HF_TOKEN"] = settings.hf_token.get_secret_value()
     if settings.cuda_visible_devices is not None:
         added["CUDA_VISIBLE_DEVICES"] = settings.cuda_visible_devices
+    if settings.cache_dir:
+        added["QWEN_NVFP4_CACHE_DIR"] = str(Path(settings.cache_dir).expanduser())
     if settings.hf_home:
         added["HF_HOME"] = settings.hf_home
     if settings.hf_hub_offline or model.local:

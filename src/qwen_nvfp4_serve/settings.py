@@ -121,7 +121,10 @@ class Settings(BaseSettings):
     cuda_visible_devices: Text | None = knob(None, "kernels", "Cards to use, by index: `0` or `0,1`. Unset: all.")
     patches: Literal["on", "off"] = knob("on", "kernels", "`off` runs vLLM as it is, to compare.")
     nvfp4_backend: Literal["auto", "hybrid", "marlin", "flashinfer-cutlass", "flashinfer-b12x", "stock"] = knob(
-        "auto", "kernels", "Who computes NVFP4 layers on a card; `auto` lets vLLM choose until ours are admitted."
+        "auto",
+        "kernels",
+        "Who computes NVFP4 layers on a card: `auto` and `stock` leave it to vLLM, `hybrid` (not yet measured in an "
+        "engine) takes our kernels where this card admits them.",
     )
     cpu_activations: Literal["weights-only", "w4a4"] = knob(
         "weights-only", "kernels", "CPU backend: keep BF16 activations, or emulate the rounding of W4A4 checkpoints."

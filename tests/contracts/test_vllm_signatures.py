@@ -39,6 +39,7 @@ def test_installed_vllm_is_inside_its_window() -> None:
     ("module", "name", "expected"),
     [
         (LINEAR, "init_nvfp4_linear_kernel", ("use_a16",)),
+        (LINEAR, "_get_linear_backend", ("quantization",)),
         (LINEAR, "register_linear_kernel", ("kernel_class", "platform", "kernel_type")),
         (MOE_ORACLE, "backend_to_kernel_cls", ("backend",)),
         ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),

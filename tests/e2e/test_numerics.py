@@ -118,7 +118,7 @@ def test_log_names_our_classes_and_every_patch(few: Run) -> None:
         "Selected CpuFp8WeightOnlyLinearKernel",
         "Patch cpu-nvfp4-linear: applied",
         "Patch cpu-nvfp4-moe: applied",
-        "Patch cpu-fused-scales: applied",
+        "Patch fused-scales: applied",
         "Patch cpu-fp8-linear: applied",
         "Patch cpu-mtp-state: applied",
     ):

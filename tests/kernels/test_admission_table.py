@@ -111,3 +111,25 @@ def test_default_candidates_have_the_names_that_tables_use() -> None:
     assert tuple(c.name for c in found) == admission.CANDIDATES
     assert tuple(c.name for c in found if not (c.rounds_activations or c.one_scale)) == EXACT
     assert candidates.DEFAULT == admission.SPEC
+
+
+@pytest.mark.parametrize(
+    ("environment", "counted"),
+    [({"NVFP4_BACKEND": "hybrid"}, True), ({}, False), ({"NVFP4_BACKEND": "hybrid", "PATCHES": "off"}, False)],
+    ids=["hybrid", "auto", "patches off"],
+)
+def test_plan_counts_our_workspace_only_where_our_kernels_are_asked_for(
+    environment: dict[str, str], counted: bool
+) -> None:
+    from qwen_nvfp4_serve.capacity import plan_capacity
+    from qwen_nvfp4_serve.host import Gpu
+    from qwen_nvfp4_serve.planner import PlanModel
+    from qwen_nvfp4_serve.settings import load_settings
+
+    row = find_model("qwen3.5-27b")
+    assert row is not None
+    card = Gpu(name="NVIDIA GeForce RTX 5090", capability=(12, 0), memory_bytes=None, free_bytes=None, driver=None)
+    found = plan_capacity(load_settings(None, environment).settings, PlanModel.from_row(row, row.dims), card).plan
+    assert found is not None
+    assert found.request.workspace_bytes == (workspace_bytes(170, moe=False) if counted else 0)
+    assert any("our kernels" in reason for reason in found.reasons) is counted

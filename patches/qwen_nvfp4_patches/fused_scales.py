@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from qwen_nvfp4_patches import seams
-from qwen_nvfp4_patches.patch import Need, Patch, Platform
+from qwen_nvfp4_patches.backend import nvfp4_backend
+from qwen_nvfp4_patches.patch import Need, Patch
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,11 @@ def _first_keep(kept: str, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _needed() -> Need:
+    from vllm.platforms import current_platform
+
+    # On a card only our kernels read the vector.
+    if not current_platform.is_cpu() and nvfp4_backend() != "hybrid":
+        return Need(False, f"vLLM's own kernels serve: NVFP4_BACKEND is {nvfp4_backend()}")
     return Need(True, "vLLM keeps one global scale for a fused layer")
 
 
@@ -83,8 +89,8 @@ def _apply() -> None:
 
 
 PATCH = Patch(
-    name="cpu-fused-scales",
-    platform=Platform.CPU,
+    name="fused-scales",
+    platform=None,
     changes="four post-load steps of the NVFP4 schemes first put the vector of global scales aside for our kernels",
     why="the parts of a fused layer whose global scale is not the one kept are off by the ratio; vLLM only warns",
     upstream="https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/model_executor/layers/quantization/modelopt.py",
