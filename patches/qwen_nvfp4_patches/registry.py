@@ -12,6 +12,8 @@ from qwen_nvfp4_patches import (
     cpu_mtp_state,
     cpu_nvfp4_linear,
     cpu_nvfp4_moe,
+    cpu_seeded_prefill,
+    deep_requests,
     cpu_one_token_prompt,
     fused_scales,
     gpu_nvfp4_linear,
@@ -30,10 +32,12 @@ PATCHES: tuple[Patch, ...] = (
     fused_scales.PATCH,
     cpu_fp8_linear.PATCH,
     cpu_mtp_state.PATCH,
+    cpu_seeded_prefill.PATCH,
     cpu_one_token_prompt.PATCH,
     gpu_nvfp4_linear.PATCH,
     stream_shutdown.PATCH,
     qwen3_parser.PATCH,
+    deep_requests.PATCH,
 )
 
 
