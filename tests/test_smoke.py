@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from qwen_nvfp4_serve.client import ask_once
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.smoke import connect, run_checks
 
@@ -129,12 +128,3 @@ def test_connect_wrong_key_says_which_setting() -> None:
 def test_connect_no_server_is_one_sentence(url: str) -> None:
     with pytest.raises(QwenNvfp4Error, match="no OpenAI endpoint"):
         connect(url, None)
-
-
-def test_ask_once_is_true_only_after_a_token() -> None:
-    with scripted() as url:
-        assert ask_once(f"{url}/v1", "m", None)
-        assert not ask_once(f"{url}/v1", "another", None)
-    with scripted("health") as url:
-        assert not ask_once(f"{url}/v1", "m", None)
-    assert not ask_once("http://127.0.0.1:9/v1", "m", None)
