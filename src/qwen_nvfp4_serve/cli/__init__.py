@@ -21,6 +21,7 @@ COMMANDS = (
     "doctor",
     "fetch",
     "patches",
+    "kernels",
     "bench",
     "make_checkpoint",
 )

@@ -16,6 +16,7 @@ from qwen_nvfp4_serve.host import Gpu
 from qwen_nvfp4_serve.kernels import build
 from qwen_nvfp4_serve.kernels.admission.table import Shape, Table, from_json, to_json
 
+FOLDER = "admission"  # in our cache
 VARIABLE = "QWEN_NVFP4_CACHE_DIR"
 PACKAGES = ("vllm", "torch", "flashinfer-python")
 SOURCES = ("admission", "nvfp4_linear", "nvfp4.py")
@@ -25,7 +26,7 @@ def folder(environment: Mapping[str, str] = os.environ) -> Path:
     """`admission` in our cache: the folder that QWEN_NVFP4_CACHE_DIR names, else the user's cache folder."""
     named = environment.get(VARIABLE)
     home = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (Path(named) if named else home / "qwen-nvfp4-serve") / "admission"
+    return (Path(named) if named else home / "qwen-nvfp4-serve") / FOLDER
 
 
 def facts(card: Gpu) -> dict[str, str]:

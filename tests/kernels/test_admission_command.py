@@ -1,0 +1,96 @@
+"""`qwen-nvfp4 kernels`: what it shows of the tables in the cache."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from qwen_nvfp4_serve.cli import kernels
+from qwen_nvfp4_serve.errors import UnsupportedHostError
+from qwen_nvfp4_serve.host import Gpu
+from qwen_nvfp4_serve.kernels.admission import Finding, Shape, Table, Verdict, store
+from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS
+
+CARD = Gpu(name="NVIDIA GeForce RTX 5090", capability=(12, 0), memory_bytes=None, free_bytes=None, driver="590.1")
+SHAPE = Shape(1024, 2048)
+FINDINGS = (
+    Finding(candidate="good", shape=SHAPE, verdict=Verdict.ADMITTED, times_us=tuple((m, 1.0) for m in TIMED_TOKENS)),
+    Finding(candidate="bad", shape=SHAPE, verdict=Verdict.CRASHED, reason="ended the process: SIGSEGV"),
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(store.VARIABLE, str(tmp_path))
+    monkeypatch.setenv("CACHE_DIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kernels, "detect_gpus", lambda: (CARD,))
+    return tmp_path
+
+
+def keep(**facts: str) -> None:
+    valid_for = store.facts(CARD) | {"candidates": "good,bad"} | facts
+    path = store.path_of(store.folder(), valid_for, [SHAPE])
+    store.write(path, Table(facts=valid_for, findings=FINDINGS, took_s=3.0))
+
+
+def run(*words: str) -> str:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    kernels.register(app)
+    done = CliRunner().invoke(app, ["kernels", *words])
+    if done.exception:
+        raise done.exception
+    return done.output
+
+
+def test_kernels_shows_who_serves_and_who_was_left_out(cache: Path) -> None:
+    keep()
+    shown = run()
+    assert "RTX 5090" in shown
+    assert "holds here" in shown
+    assert "[1024, 2048]: M>=1 good (left out: bad crashed: ended the process: SIGSEGV)" in shown
+
+
+def test_kernels_says_which_table_no_longer_holds(cache: Path) -> None:
+    keep(driver="580.0")
+    assert "made under other conditions" in run()
+
+
+def test_kernels_json_has_the_times(cache: Path) -> None:
+    keep()
+    found = json.loads(run("--json"))
+    (table,) = found["tables"]
+    assert table["holds"] is True
+    assert table["findings"][0]["times_us"][0] == [1, 1.0]
+
+
+def test_kernels_without_a_table_says_how_to_make_one(cache: Path) -> None:
+    assert "NVFP4_BACKEND=hybrid" in run()
+
+
+def test_kernels_admission_without_a_card_is_refused(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernels, "detect_gpus", lambda: ())
+    with pytest.raises(UnsupportedHostError, match="no NVIDIA card"):
+        run("--config", str(tmp_path))
+
+
+def test_kernels_admission_asks_for_the_shapes_of_the_config(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from qwen_nvfp4_serve.synthetic import CheckpointSpec
+    from qwen_nvfp4_serve.synthetic.config import model_config
+
+    asked: list[object] = []
+    monkeypatch.setattr(kernels, "admit", lambda shapes, card, directory: asked.extend((shapes, card, directory)))
+    (tmp_path / "config.json").write_text(json.dumps(model_config(CheckpointSpec())))
+    run("--config", str(tmp_path), "--tensor-parallel", "1")
+    assert asked[1:] == [CARD, store.folder()]
+    assert isinstance(asked[0], tuple)
+    assert len(asked[0]) >= 6
