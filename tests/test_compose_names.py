@@ -1,0 +1,19 @@
+"""docker-compose.yml passes on every knob. What Compose makes of it is asked in tests/docker."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from qwen_nvfp4_serve.settings import knobs
+
+FILE = Path(__file__).resolve().parents[1] / "docker-compose.yml"
+# Set by the image, or secret: `docker inspect` shows every variable of a container.
+NOT_PASSED_ON = {"DEVICE", "CACHE_DIR", "HF_HOME", "VLLM_API_KEY", "HF_TOKEN"}
+
+
+def test_every_knob_reaches_the_server_and_no_secret_does() -> None:
+    block = FILE.read_text().partition("environment: &knobs\n")[2].partition("  volumes:\n")[0]
+    passed = set(re.findall(r"^    ([A-Z0-9_]+):$", block, re.MULTILINE))
+    assert set(knobs()) - passed == NOT_PASSED_ON, "docker-compose.yml, under `environment: &knobs`"
+    assert passed - set(knobs()) == {"CUDA_VISIBLE_DEVICES"}
