@@ -16,4 +16,4 @@ def test_every_knob_reaches_the_server_and_no_secret_does() -> None:
     block = FILE.read_text().partition("environment: &knobs\n")[2].partition("  volumes:\n")[0]
     passed = set(re.findall(r"^    ([A-Z0-9_]+):$", block, re.MULTILINE))
     assert set(knobs()) - passed == NOT_PASSED_ON, "docker-compose.yml, under `environment: &knobs`"
-    assert passed - set(knobs()) == {"CUDA_VISIBLE_DEVICES"}
+    assert passed <= set(knobs())
