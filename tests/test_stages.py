@@ -54,6 +54,7 @@ def test_download_reports_progress_and_verification_in_order(monkeypatch: pytest
         return Fetched(folder=tmp_path, commit="b" * 40, downloaded_bytes=2, notice="the hub is away")
 
     monkeypatch.setattr(serve, "fetch", fetch)
+    monkeypatch.setattr(serve, "inspected", lambda folder, *_: asked.update(inspected=folder))
     rows: list[tuple[str, str]] = []
     serve.download(HUB, Settings(HF_HOME="/hub", HF_TOKEN="hf_x"), lambda stage, text: rows.append((stage, text)))  # type: ignore[call-arg]
     assert [stage for stage, _ in rows] == ["download", "download", "notice", "verify"]
@@ -61,6 +62,7 @@ def test_download_reports_progress_and_verification_in_order(monkeypatch: pytest
     assert "bbbbbbbbbbbb" in rows[-1][1]
     assert (asked["name"], asked["revision"], asked["token"]) == ("owner/name", "a" * 40, "hf_x")
     assert asked["cache"] == Path("/hub/hub")
+    assert asked["inspected"] == tmp_path
 
 
 def test_download_offline_without_a_copy_says_so(tmp_path: Path) -> None:
