@@ -32,7 +32,9 @@ FROM python AS tools
 COPY requirements/cpu.lock /tmp/constraints.txt
 COPY --from=wheel /dist /tmp/dist
 RUN pip install --no-cache-dir --constraint /tmp/constraints.txt /tmp/dist/*.whl \
-    && rm -r /tmp/dist /tmp/constraints.txt
+    && rm -r /tmp/dist /tmp/constraints.txt \
+    && install --directory --owner=1000 --group=1000 /results
+ENV MPLCONFIGDIR=/tmp/matplotlib
 LABEL org.opencontainers.image.title="qwen-nvfp4-serve tools" \
       org.opencontainers.image.description="Smoke test and benchmark of a running server"
 WORKDIR /config

@@ -110,7 +110,7 @@ def test_no_service_depends_on_another_and_tools_find_the_server_by_alias(servic
     for name in SERVERS:
         assert services[name]["networks"]["default"]["aliases"] == ["server"]
     for name in TOOLS_SERVICES:
-        assert services[name]["entrypoint"][-1] == "http://server:8000/v1"
+        assert "http://server:8000/v1" in services[name]["entrypoint"]
         assert "ports" not in services[name]
 
 
