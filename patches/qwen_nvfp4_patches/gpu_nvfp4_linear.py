@@ -117,7 +117,7 @@ def shards_of(layer: torch.nn.Module) -> tuple[tuple[int, ...], tuple[float, ...
 
 
 def adopt(layer: torch.nn.Module) -> None:
-    """Puts on the layer what the op takes. Raises UsageError, the layer untouched, if no admitted kernel serves it."""
+    """Puts on the layer what the op takes. Raises UsageError, its weights untouched, if no admitted kernel serves."""
     import torch
     from vllm.model_executor.utils import replace_parameter
 
@@ -132,9 +132,10 @@ def adopt(layer: torch.nn.Module) -> None:
     if not spans:
         raise UsageError(f"an NVFP4 layer of {shape}", seen="no admitted kernels for every number of tokens")
     weight: LinearWeight = prepare_weight(layer.weight.data, layer.weight_scale.data, rows, scales)
+    layer.nvfp4_shards, layer.nvfp4_plan = dispatch.shard_tensor(weight), dispatch.plan_tensor(spans)
+    # Nothing may fail from here on: the other kernel would swizzle what is swizzled.
     replace_parameter(layer, "weight_scale", weight.scales)
     layer.register_buffer("nvfp4_row_scale", weight.row_scale, persistent=False)
-    layer.nvfp4_shards, layer.nvfp4_plan = dispatch.shard_tensor(weight), dispatch.plan_tensor(spans)
     layer.nvfp4_input_scales = None
     if divisor is not None and alpha is not None:
         layer.nvfp4_input_scales = torch.stack([divisor.data.reshape(()), alpha.data.reshape(())]).float()

@@ -261,6 +261,10 @@ def test_layer_without_admitted_kernels_goes_to_vllms_own(
     gpu_nvfp4_linear._apply()
     layer, _ = layer_of(4.0)
     ours = kernel()
+    before = layer.weight_scale.data.clone()
+    with pytest.raises(UsageError, match=r"no admitted kernels"):
+        gpu_nvfp4_linear.adopt(layer)
+    assert torch.equal(layer.weight_scale.view(torch.uint8), before.view(torch.uint8))
     ours.process_weights_after_loading(layer)
     assert type(layer.nvfp4_stock_kernel).__name__ == STOCK
     handed: list[Any] = []
@@ -380,3 +384,53 @@ def test_admitted_table_asks_for_the_shapes_of_the_model_being_built(monkeypatch
     assert asked["card"].name == "H200"
     dims = dims_from_config(model_config(CheckpointSpec()))
     assert Shape(dims.hidden, dims.q_heads * dims.head_dim) in asked["shapes"]
+
+
+def loaded_layer(kind: str, use_a16: bool) -> tuple[Any, Any, Any]:
+    """A fused layer of three shards through vLLM's own scheme: the layer, who computes it, its weight as float32."""
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW4A4Fp4
+
+    torch.manual_seed(1)
+    shards = [quantize_nvfp4(torch.randn(rows, COLUMNS).float() * size) for rows, size in ((64, 1), (16, 8), (16, 3))]
+    widths, scales = [shard.packed.shape[0] for shard in shards], torch.stack([shard.global_scale for shard in shards])
+    layer, ignored = torch.nn.Module(), {"weight_loader": lambda *_, **__: None}
+    if kind == "compressed-tensors":
+        scheme = CompressedTensorsW4A4Fp4(use_a16=use_a16)
+        scheme.create_weights(layer, widths, COLUMNS, torch.bfloat16, **ignored)
+        packed, layer.weight_global_scale.data[:] = layer.weight_packed, 1 / scales
+        inputs = None if use_a16 else layer.input_global_scale
+    else:
+        activation = None if use_a16 else modelopt.kNvfp4Dynamic
+        scheme = modelopt.ModelOptLinearMethod(
+            modelopt.QuantSpec(weight=modelopt.kNvfp4Static, activation=activation), modelopt.CkptCtx(group_size=16)
+        )
+        scheme.create_weights(layer, COLUMNS, widths, COLUMNS, ROWS, torch.bfloat16, **ignored)
+        packed, layer.weight_scale_2.data[:] = layer.weight, scales
+        inputs = None if use_a16 else layer.input_scale
+    packed.data[:] = torch.cat([shard.packed for shard in shards])
+    layer.weight_scale.data[:] = torch.cat([shard.block_scale for shard in shards])
+    if inputs is not None:
+        inputs.data.fill_(4.0 if kind == "compressed-tensors" else 0.25)
+    scheme.process_weights_after_loading(layer)
+    return layer, scheme.kernel, torch.cat([shard.dequantize() for shard in shards])
+
+
+@pytest.mark.parametrize("use_a16", [False, True], ids=["w4a4", "w4a16"])
+@pytest.mark.parametrize("kind", ["compressed-tensors", "modelopt"])
+def test_unequal_shards_through_vllms_own_loading_equal_their_dequantization(
+    card: Any, servers: tuple[StandIn, ...], monkeypatch: pytest.MonkeyPatch, kind: str, use_a16: bool
+) -> None:
+    from vllm.model_executor import parameter
+
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+    gpu_nvfp4_linear._apply()
+    fused_scales._apply()
+    layer, ours, dense = loaded_layer(kind, use_a16)
+    x = torch.randn(5, COLUMNS)
+    assert torch.equal(ours.apply_weights(layer, x), (x.float() @ dense.T).bfloat16())
+    assert len(layer.nvfp4_shards) == 3
+    assert (layer.nvfp4_input_scales is None) is use_a16
+    if not use_a16:
+        assert float(layer.nvfp4_input_scales[0]) == 4.0
