@@ -81,8 +81,8 @@ def test_smoke_finds_the_server_by_its_alias(stack: Stack) -> None:
 def test_bench_measures_the_server_and_keeps_its_results(stack: Stack) -> None:
     done = stack.compose("run", "--rm", "bench", "--prompt", "64", "--generate", "8", "--runs", "1", "--warmup", "0")
     assert done.returncode == 0, done.stdout + done.stderr
-    listed = stack.compose("run", "--rm", "--entrypoint", "ls", "bench", "/results")
-    assert "result.json" in listed.stdout
+    listed = stack.compose("run", "--rm", "--entrypoint", "find", "bench", "/results", "-name", "result.json")
+    assert listed.stdout.count("result.json") == 1
 
 
 def test_openai_client_from_outside_streams_an_answer(stack: Stack) -> None:
