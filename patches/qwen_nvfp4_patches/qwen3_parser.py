@@ -21,6 +21,7 @@ COMPOSE = (
     "tokenizer",
 )  # fmt: skip
 PARSE_DELTA = ("self", "delta_text", "delta_token_ids", "request", "prompt_token_ids", "finished")
+FINALIZE = ("self", "message", "parser")
 PARSE = ("self", "model_output", "request", "enable_auto_tools", "model_output_token_ids")
 
 
@@ -148,7 +149,24 @@ def delta_of(events: list[Event], *, reasoning: bool, calls: bool) -> Any:
             call.function.arguments += text
     if found:
         fields["tool_calls"] = list(found.values())
-    return DeltaMessage(**fields) if fields else None
+    return with_both_names(DeltaMessage(**fields)) if fields else None
+
+
+def with_both_names(message: Any) -> Any:
+    """`message` with its thinking under `reasoning_content` too, where many clients look for it."""
+    if message.reasoning is not None:
+        message.reasoning_content = message.reasoning
+    return message
+
+
+def finalizing(original: Any) -> Any:
+    """OpenAIServingChat._finalize_response_message that gives whole answers both names of their thinking."""
+
+    def _finalize_response_message(self: Any, message: Any, *, parser: Any) -> Any:
+        message = original(self, message, parser=parser)
+        return with_both_names(message) if isinstance(parser, OneReading) else message
+
+    return _finalize_response_message
 
 
 def composing(original: Any) -> Any:
@@ -180,18 +198,21 @@ def _needed() -> Need:
 
 
 def _apply() -> None:
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.parser.abstract_parser import DelegatingParser
     from vllm.parser.parser_manager import ParserManager
 
     seams.require_parameters(DelegatingParser.parse_delta, *PARSE_DELTA)
     seams.require_parameters(DelegatingParser.parse, *PARSE)
     seams.replace_function(ParserManager, "_compose_parser", composing, COMPOSE)
+    seams.replace_function(OpenAIServingChat, "_finalize_response_message", finalizing, FINALIZE)
 
 
 PATCH = Patch(
     name="qwen3-output",
     platform=None,
-    changes="ParserManager._compose_parser gives the qwen3 and qwen3_coder parsers one reading of the output",
+    changes="ParserManager._compose_parser gives the qwen3 and qwen3_coder parsers one reading of the output, and "
+    "_finalize_response_message the name `reasoning_content` beside `reasoning`",
     why="an argument that is not closed is cut JSON when streamed, lost when not; text after a mentioned tag is lost",
     upstream="https://github.com/vllm-project/vllm/issues/39056",
     remove_when="tests/contracts/test_parsers.py passes with this patch taken out",

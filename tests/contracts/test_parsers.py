@@ -132,6 +132,24 @@ def test_reasoning_that_is_not_wanted_is_not_sent(ours: Driver) -> None:
     assert ours.streamed(ours.by_tokens(TEXT, range(len(TEXT))), request)[0] == ""
 
 
+def test_thinking_is_sent_under_both_names(ours: Driver) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponseStreamChoice, ChatMessage
+
+    for delta in ours.deltas(ours.by_tokens(TEXT, range(len(TEXT)))):
+        sent = ChatCompletionResponseStreamChoice(index=0, delta=delta).model_dump(exclude_unset=True)["delta"]
+        assert sent.get("reasoning") == sent.get("reasoning_content")
+        assert ("reasoning" in sent) == ("reasoning_content" in sent)
+    parser, _ = ours._parser(ours.request(), True)
+    finalize = qwen3_parser.finalizing(lambda *values, **_: values[1])
+    message = finalize(None, ChatMessage(role="assistant", reasoning="r"), parser=parser)
+    assert message.model_dump()["reasoning_content"] == "r"
+    assert "reasoning_content" not in finalize(None, ChatMessage(role="assistant"), parser=parser).model_dump()
+    assert (
+        "reasoning_content"
+        not in finalize(None, ChatMessage(role="assistant", reasoning="r"), parser=None).model_dump()
+    )
+
+
 def test_prompt_that_closes_thinking_begins_with_content(ours: Driver) -> None:
     request = ours.request()
     parser, _ = ours._parser(request, True)
@@ -177,11 +195,15 @@ def test_other_pairs_of_parsers_are_left_alone(any_vllm: None) -> None:
 def test_what_the_patch_takes_for_granted_is_there(any_vllm: None, ours: Driver) -> None:
     import inspect
 
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.parser.abstract_parser import DelegatingParser
     from vllm.parser.parser_manager import ParserManager
 
     bound = ParserManager._compose_parser
     original = getattr(bound, "_qwen_nvfp4_original", bound)
+    finalize = OpenAIServingChat._finalize_response_message
+    finalize = getattr(finalize, "_qwen_nvfp4_original", finalize)
+    assert tuple(inspect.signature(finalize).parameters) == qwen3_parser.FINALIZE
     assert tuple(inspect.signature(original).parameters) == qwen3_parser.COMPOSE
     assert tuple(inspect.signature(DelegatingParser.parse).parameters) == qwen3_parser.PARSE
     assert tuple(inspect.signature(DelegatingParser.parse_delta).parameters) == qwen3_parser.PARSE_DELTA

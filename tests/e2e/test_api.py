@@ -64,6 +64,14 @@ def test_server_forced_call_is_the_same_streamed_and_whole(server: Served, choic
     json.loads(whole["arguments"])
 
 
+def test_server_thinking_is_sent_under_both_names(server: Served) -> None:
+    message = post(server, "/v1/chat/completions", chat(max_tokens=8)).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == message["reasoning"]
+    stream = post(server, "/v1/chat/completions", chat(max_tokens=8, stream=True)).text
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in stream.splitlines() if line.startswith("data: {")]
+    assert "".join(delta.get("reasoning_content") or "" for delta in deltas) == message["reasoning"]
+
+
 def test_server_messages_api_takes_tools_and_results(server: Served) -> None:
     body = {
         "model": "embedded",
