@@ -205,6 +205,13 @@ def test_end_of_the_time_judges_nobody() -> None:
     assert found["b"].reason == "not tried in 30 s"
 
 
+def test_end_of_the_time_undoes_no_finding() -> None:
+    clock, shapes = [0.0], (Shape(128, 128), Shape(96, 256))
+    script = (START, step("a"), good("a"), *[step("a")] * 24, None)
+    found = try_all(("a",), shapes, start=lambda _: Script(clock, script), limits=Limits(), clock=lambda: clock[0])
+    assert [finding.verdict for finding in found] == [Verdict.ADMITTED, Verdict.NOT_READY]
+
+
 def admit(directory: Path, *scripts: Sequence[Any], shapes: Sequence[Shape] = SHAPES[:1], card: Gpu = CARD) -> Table:
     waiting = list(scripts)
     return admission.admit(

@@ -113,8 +113,10 @@ class _Run:
                 self.names = [name for name in self.names if name != found.candidate]
 
     def leave_out(self, name: str, verdict: Verdict, reason: str) -> None:
-        """Every shape: a candidate that ends a process once is not trusted with any."""
+        """Every shape: a candidate that ends a process once is not trusted with any. Want of time undoes no finding."""
         for shape in self.shapes:
+            if verdict is Verdict.NOT_READY and (name, shape) in self.findings:
+                continue
             self.findings[name, shape] = Finding(candidate=name, shape=shape, verdict=verdict, reason=reason)
         self.names = [other for other in self.names if other != name]
 

@@ -33,12 +33,12 @@ def linear_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
         Shape(2 * key_width + 2 * value_width, hidden),
         Shape(2 * dims.gdn_value_heads // cards, hidden),
         Shape(hidden, value_width),
-        Shape(vocab, hidden),
     ]
     for width in (dims.intermediate, dims.shared_intermediate):
         if width:
             found += [Shape(2 * width // cards, hidden), Shape(hidden, width // cards)]
-    return tuple(dict.fromkeys(found))
+    # The head is by far the largest, and often not quantized: last, should time run out.
+    return tuple(dict.fromkeys([*found, Shape(vocab, hidden)]))
 
 
 def workspace_bytes(multiprocessors: int, *, moe: bool) -> int:
