@@ -112,7 +112,7 @@ class OneReading:
         thinking = engine.thinking_enabled
         if self._prompt is not None:
             thinking = not self.is_reasoning_end(list(self._prompt))
-        literal = tools is None and is_constrained(request)
+        literal = (tools is None or request.tool_choice == "none") and is_constrained(request)
         return Reader(thinking=thinking, tools=tools, dropped=dropped_tokens(self.model_tokenizer), literal=literal)
 
 

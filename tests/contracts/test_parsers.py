@@ -120,8 +120,9 @@ def test_request_without_tools_keeps_the_text_that_looks_like_a_call(ours: Drive
     assert both(ours, f"why\n</think>\n\n{CALL}", ours.request(tools=None)) == ("why", CALL, ())
 
 
-def test_constrained_content_is_left_alone(ours: Driver) -> None:
-    request = ours.request(tools=None, response_format={"type": "json_object"})
+@pytest.mark.parametrize("asked", [{"tools": None}, {"tool_choice": "none"}])
+def test_constrained_content_is_left_alone(ours: Driver, asked: dict[str, Any]) -> None:
+    request = ours.request(response_format={"type": "json_object"}, **asked)
     text = '{"html": "a</think>b <tool_call>\\n"}'
     assert both(ours, f"why\n</think>\n\n{text}", request) == ("why", text, ())
     assert both(ours, text, request, thinking=False) == ("", text, ())
