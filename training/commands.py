@@ -80,9 +80,11 @@ def answers(arguments: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args(arguments)
-    records = known_answers.choose(model_of(options.folder), options.seed, options.rounds)
+    records, rates = known_answers.choose(model_of(options.folder), options.seed, options.rounds)
     known_answers.write(options.folder / "known_answers.json", records)
     print(f"{len(records)} known answers")
+    for kind, rate in rates.items():
+        print(f"{kind}: {rate}")
     return 0
 
 

@@ -91,21 +91,26 @@ def without_old_thinking(conversation: Conversation) -> Conversation:
     return replace(conversation, turns=(*kept, conversation.turns[-1]))
 
 
-def choose(model: ReferenceModel, seed: int, rounds: int) -> list[dict[str, Any]]:
-    """Records of conversations answered rightly with a margin, at most `PER_TASK` per task and thinking mode."""
+def choose(model: ReferenceModel, seed: int, rounds: int) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Known answers, and how many of all candidates were right, as "right of asked" by task and thinking mode.
+
+    The records are of conversations answered rightly with a margin, at most `PER_TASK` a task.
+    """
     encoder = FastEncoder(tokenizer.load())
-    taken: Counter[tuple[str, bool]] = Counter()
+    taken: Counter[str] = Counter()
+    asked: Counter[str] = Counter()
+    right: Counter[str] = Counter()
     records = []
     for conversation in map(without_old_thinking, candidates(seed, rounds)):
-        kind = (conversation.task, conversation.turns[-1].think is not None)
-        if taken[kind] >= PER_TASK // 2:
-            continue
+        mode = "think" if conversation.turns[-1].think is not None else "direct"
+        kind = f"{conversation.task}-{mode}"
         judged = judge(model, encoder, conversation)
-        if judged.right and judged.margin >= MARGIN:
+        asked[kind] += 1
+        right[kind] += judged.right
+        if judged.right and judged.margin >= MARGIN and taken[kind] < PER_TASK // 2:
             taken[kind] += 1
-            mode = "think" if kind[1] else "direct"
-            records.append(as_record(f"{kind[0]}-{mode}-{taken[kind]}", conversation))
-    return records
+            records.append(as_record(f"{kind}-{taken[kind]}", conversation))
+    return records, {kind: f"{right[kind]} of {asked[kind]}" for kind in sorted(asked)}
 
 
 def conversation_of(record: dict[str, Any]) -> Conversation:
