@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     is_required = "docker" in os.environ.get("REQUIRE", "")
     lacks = None if STAMP.exists() or is_required else pytest.mark.skip(reason="run scripts/docker-engine first")
     for item in ours:
-        item.add_marker(pytest.mark.timeout(900))
+        item.add_marker(pytest.mark.timeout(1500))
         if lacks:
             item.add_marker(lacks)
 

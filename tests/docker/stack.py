@@ -92,8 +92,17 @@ class Stack:
 def build(target: str, arguments: Mapping[str, str]) -> str:
     """Build `target` as docker-compose.yml says, with other build arguments; its tag."""
     words = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
-    need(docker(), "build", "--target", target, "--tag", TAGS[target], *words, str(ROOT), env=BUILDKIT)
-    return TAGS[target]
+    tag = TAGS[target]
+    before = image_id(tag)
+    need(docker(), "build", "--target", target, "--tag", tag, *words, str(ROOT), env=BUILDKIT)
+    if before and before != image_id(tag):
+        run(docker(), "rmi", before)  # gigabytes that nothing names any more; another project may still run on them
+    return tag
+
+
+def image_id(tag: str) -> str:
+    """The id behind a tag, "" when there is none."""
+    return run(docker(), "image", "inspect", "--format", "{{.Id}}", tag).stdout.strip()
 
 
 def free_port() -> int:
