@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ pytestmark = pytest.mark.docker
 
 
 @pytest.fixture
-def project(tmp_path: Path, cpu_image: str) -> Stack:
+def project(tmp_path: Path, cpu_image: str) -> Iterator[Stack]:
     """A project of its own, to be changed freely."""
     tmp_path.chmod(0o755)
-    return Stack(tmp_path, "qwen-nvfp4-refusals", 8000)
+    made = Stack(tmp_path, f"qwen-nvfp4-refusals-{os.getpid()}", 8000)
+    yield made
+    made.compose("--profile", "*", "down", "--volumes")
 
 
 def refusal(project: Stack, *options: str, **environment: str) -> str:
@@ -28,7 +32,7 @@ def refusal(project: Stack, *options: str, **environment: str) -> str:
 
 
 def test_cache_owned_by_root_names_the_chown(project: Stack) -> None:
-    volume = "qwen-nvfp4-refusals-rootcache"
+    volume = f"{project.name}-rootcache"
     need(docker(), "volume", "create", volume)
     try:
         need(docker(), "run", "--rm", "--user", "0", "--entrypoint", "chown", "-v", f"{volume}:/cache",
