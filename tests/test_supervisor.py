@@ -88,6 +88,15 @@ def family(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
+def grown_family(process: subprocess.Popen[str], least: int) -> list[psutil.Process]:
+    """The processes below `process` once there are at least `least` of them."""
+    deadline = time.monotonic() + 20
+    while len(below := family(process)) < least:
+        assert time.monotonic() < deadline, f"only {len(below)} processes"
+        time.sleep(0.05)
+    return below
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_run_signal_stops_child_and_grandchildren_and_exits_0(number: signal.Signals) -> None:
     grandchild = "import time; time.sleep(600)"
@@ -100,9 +109,7 @@ def test_run_signal_stops_child_and_grandchildren_and_exits_0(number: signal.Sig
         """
     )
     wait_for(driver, "READY")
-    time.sleep(0.3)
-    below = family(driver)
-    assert len(below) >= 2
+    below = grown_family(driver, 2)
     driver.send_signal(number)
     assert driver.wait(timeout=20) == EXIT_STOPPED
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in below)

@@ -5,12 +5,11 @@ The `arguments` of an earlier tool call are JSON inside a string, which vLLM par
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import Any
 
 from qwen_nvfp4_patches import seams
 from qwen_nvfp4_patches.patch import Need, Patch
-from qwen_nvfp4_patches.stream_shutdown import API_SERVER_NAME
+from qwen_nvfp4_patches.processes import serves_http
 
 PARAMETERS = ("message", "err_type", "status_code", "param")
 SENTENCE = "The request nests JSON too deeply to be read: keep tool arguments and schemas to some hundred levels."
@@ -26,8 +25,7 @@ def blaming_the_client(original: Any) -> Any:
 
 
 def _needed() -> Need:
-    child = multiprocessing.parent_process() is not None
-    if child and not multiprocessing.current_process().name.startswith(API_SERVER_NAME):
+    if not serves_http():
         return Need(False, "this process serves no HTTP")
     from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 

@@ -6,15 +6,14 @@ JSON when a tag was left out, and the text after a tag that prose mentions is lo
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Sequence
 from typing import Any
 
 from qwen_nvfp4_patches import seams
 from qwen_nvfp4_patches.patch import Need, Patch
+from qwen_nvfp4_patches.processes import serves_http
 from qwen_nvfp4_patches.qwen3_cursor import CALL_TAGS, THINK_TAGS, Event, Kind
 from qwen_nvfp4_patches.qwen3_markup import Reader
-from qwen_nvfp4_patches.stream_shutdown import API_SERVER_NAME
 
 COMPOSE = (
     "tool_parser_name", "reasoning_parser_name", "enable_auto_tools", "model_name", "is_harmony", "tool_strict_level",
@@ -187,8 +186,7 @@ def composing(original: Any) -> Any:
 
 
 def _needed() -> Need:
-    child = multiprocessing.parent_process() is not None
-    if child and not multiprocessing.current_process().name.startswith(API_SERVER_NAME):
+    if not serves_http():
         return Need(False, "this process serves no HTTP")
     from vllm.parser import qwen3
 

@@ -18,7 +18,6 @@ from qwen_nvfp4_patches import (
     fused_scales,
     gpu_nvfp4_linear,
     qwen3_parser,
-    stream_shutdown,
 )
 from qwen_nvfp4_patches.patch import Check, Need, Outcome, Patch, Platform, State
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
@@ -35,7 +34,6 @@ PATCHES: tuple[Patch, ...] = (
     cpu_seeded_prefill.PATCH,
     cpu_one_token_prompt.PATCH,
     gpu_nvfp4_linear.PATCH,
-    stream_shutdown.PATCH,
     qwen3_parser.PATCH,
     deep_requests.PATCH,
 )

@@ -1,0 +1,14 @@
+"""Which of vLLM's processes this is."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+# Engine cores and workers are children of the API server, and where there are several API servers, so are those.
+API_SERVER_NAME = "ApiServer"
+
+
+def serves_http() -> bool:
+    """True in a process that answers HTTP requests."""
+    child = multiprocessing.parent_process() is not None
+    return not child or multiprocessing.current_process().name.startswith(API_SERVER_NAME)
