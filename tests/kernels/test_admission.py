@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -250,6 +252,22 @@ def test_admit_after_a_library_was_not_ready_asks_again(tmp_path: Path) -> None:
     first = admit(tmp_path, (START, step("a", compiles=True), None))
     assert not first.final
     assert admit(tmp_path, RIGHT).final
+
+
+def test_admit_takes_what_another_worker_found_while_it_waited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    not_final = admit(tmp_path, (START, step("a", compiles=True), None))
+    (path,) = tmp_path.glob("*.json")
+    wait = store.alone
+
+    @contextlib.contextmanager
+    def busy(waited_for: Path) -> Iterator[None]:
+        with wait(waited_for):
+            later_s = time.time() + 5
+            os.utime(path, (later_s, later_s))
+            yield
+
+    monkeypatch.setattr(store, "alone", busy)
+    assert admit(tmp_path) == not_final
 
 
 def test_admit_with_a_damaged_table_asks_again(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
 
 ROOT = Path(__file__).resolve().parents[4]
 GROUP = "vllm.general_plugins"
@@ -66,6 +66,8 @@ def build_step(_visit: Visit) -> tuple[list[str], Mapping[str, str]]:
     """Compiles for this card alone, which takes a tenth of the time of all."""
     import torch
 
+    if not torch.cuda.is_available():
+        raise UnsupportedHostError("no NVIDIA card to compile for")
     major, minor = torch.cuda.get_device_capability()
     card = f"{major}{minor}" + ("a" if major >= 9 else "")
     return [sys.executable, "-m", "qwen_nvfp4_serve.kernels.build", "--cards", card], {}
