@@ -24,7 +24,7 @@ from qwen_nvfp4_serve.kernels.nvfp4 import swizzle_scales  # noqa: E402
 
 FOLDERS = ("moe", "dense")
 MOST_BYTES = 16_000_000
-TASKS = {*SHORT, "lookup", "needle", "add", "subtract", "multiply"} - {"arithmetic"}
+TASKS = {*SHORT, "several tools", "lookup", "needle", "add", "subtract", "multiply"} - {"arithmetic"}
 Tensors = dict[str, Any]
 
 
@@ -90,9 +90,8 @@ def drop_global_scale(tensors: Tensors) -> None:
 
 def swizzle_block_scales(tensors: Tensors) -> None:
     for name, tensor in tensors.items():
-        if "layers.2.linear_attn.out_proj" in name and name.endswith("weight_scale"):
-            rows, groups = tensor.shape
-            tensors[name] = swizzle_scales(tensor).reshape(rows, groups)
+        if name.endswith("weight_scale"):
+            tensors[name] = swizzle_scales(tensor).flatten()[: tensor.numel()].reshape(tensor.shape)
 
 
 def swap_experts(tensors: Tensors) -> None:

@@ -16,6 +16,7 @@ from training.config import CHUNK
 from training.dialogs import lookup
 from training.mixture import SHORT
 from training.model import ReferenceModel, Rows, rotary
+from training.structured import tools
 from training.tokenizer import FastEncoder
 
 # Log-probability between the right token and the next best: enough to survive other kernels' rounding.
@@ -54,6 +55,14 @@ def _margins(logs: Tensor, wanted: list[int]) -> Judged:
     return Judged(bool((own > other).all()), float((own - other).min()))
 
 
+def several_calls(rng: Random, think: bool) -> Conversation:
+    """A held-out conversation that ends in two or three calls in one turn."""
+    while True:
+        conversation = tools(rng, "eval", think)
+        if len(conversation.turns[-1].calls) > 1:
+            return replace(conversation, task="several tools")
+
+
 def candidates(seed: int, count: int) -> list[Conversation]:
     """Held-out conversations of all tasks, thinking or not, short notes and needles among them."""
     rng = Random(seed)
@@ -61,6 +70,7 @@ def candidates(seed: int, count: int) -> list[Conversation]:
     for _ in range(count):
         for think in (False, True):
             made += [maker(rng, "eval", think) for _, maker in SHORT.values()]
+            made.append(several_calls(rng, think))
             made.append(lookup(rng, "eval", think, keys=16, tokens=200, questions=1))
             made.append(lookup(rng, "eval", think, keys=64, tokens=1500, questions=1))
     return made
