@@ -22,6 +22,7 @@ class Right:
     rounds_activations = False
     one_scale = False
     compiles = False
+    rounds_before_bias = False
 
     def unavailable(self) -> str | None:
         return None

@@ -23,7 +23,7 @@ class Candidate(Protocol):
 
     max_tokens: the largest M it takes, None for any. rounds_activations: it needs a checkpoint that quantizes them.
     one_scale: it has no scale for each row, so shards of unequal scale are not for it. compiles: a library that may
-    still be building its code at the first call.
+    still be building its code at the first call. rounds_before_bias: to bf16, and then again.
     """
 
     @property
@@ -36,6 +36,8 @@ class Candidate(Protocol):
     def one_scale(self) -> bool: ...
     @property
     def compiles(self) -> bool: ...
+    @property
+    def rounds_before_bias(self) -> bool: ...
 
     def unavailable(self) -> str | None:
         """Why it cannot be tried on this machine at all, None if it can."""
@@ -68,6 +70,7 @@ class _Exact:
     rounds_activations = False
     one_scale = False
     compiles = False
+    rounds_before_bias = False
 
     def unavailable(self) -> str | None:
         """No library, no candidate."""
@@ -135,6 +138,7 @@ class FlashInferFp4:
     rounds_activations: bool = True
     one_scale: bool = True
     compiles: bool = True
+    rounds_before_bias: bool = True
 
     N_MULTIPLE = 32
 

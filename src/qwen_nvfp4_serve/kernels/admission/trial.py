@@ -70,6 +70,7 @@ class Output:
     y: torch.Tensor
     factor: float = 1.0
     biased: bool = False
+    rounded_twice: bool = False
 
     def __str__(self) -> str:
         return f"M={self.y.shape[0]}, inputs times {self.factor:g}" + (", with bias" if self.biased else "")
@@ -107,7 +108,8 @@ def check(candidate: Candidate, case: Case) -> None:
     seen = candidate.activations(x, _scales(candidate, case)).double()
     _check_rounding(candidate, x, seen)
     outputs = [Output(_run_poisoned(candidate, case, x[:m])) for m in tokens]
-    outputs.append(Output(_run_poisoned(candidate, case, x, biased=True), biased=True))
+    twice = candidate.rounds_before_bias
+    outputs.append(Output(_run_poisoned(candidate, case, x, biased=True), biased=True, rounded_twice=twice))
     # A power of two scales every product and sum exactly, so these are held against the same reference.
     outputs += [Output(_run_poisoned(candidate, case, x, factor=factor), factor) for factor in SCALED]
     _compare(case, seen, outputs)
@@ -167,7 +169,10 @@ def _compare(case: Case, seen: torch.Tensor, outputs: Sequence[Output]) -> None:
         for output in outputs:
             m, extra = output.y.shape[0], bias if output.biased else torch.zeros_like(bias)
             error = (output.y[:, rows].double() / output.factor - expected[:m] - extra).abs()
-            ratio = float((error / (bound[:m] + extra.abs() * 2.0**-8)).max())
+            allowed = bound[:m] + extra.abs() * 2.0**-8
+            if output.rounded_twice:
+                allowed = allowed + (expected[:m] + extra).abs() * 2.0**-8
+            ratio = float((error / allowed).max())
             if not ratio <= 1:
                 where = f"{output}, rows {rows.start} to {rows.stop - 1}"
                 raise WrongResultError(f"error {ratio:.3g} times what is allowed at {where}")
