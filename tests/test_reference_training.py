@@ -140,7 +140,7 @@ def test_train_fifty_steps_on_cpu_lowers_the_loss_and_resumes(tmp_path: Path) ->
     common += ["--no-compile", "--evaluate-count", "0", "--total-seconds", "100000", "--slice-seconds", "500"]
     first = run(options_from([*common, "--max-steps", "50"]))
     losses = [float(line.split("[")[1].split(",")[0]) for line in first["log"]]
-    assert losses[-1] < losses[0] - 2
+    assert losses[-1] < losses[0] - 1.5
     assert load_state(tmp_path, "tiny") is not None
     second = run(options_from([*common, "--max-steps", "2"]))
     assert second["step"] == 52

@@ -286,7 +286,7 @@ def _loop(trainer: Trainer, stream: BatchStream, meta: dict[str, Any], started: 
         _step(trainer)
         here, window, meta["step"] = here + 1, window + 1, meta["step"] + 1
         now = time.monotonic()
-        if now - shown > 5 or here <= 2:
+        if now - shown > 5 or here <= 2 or here == options.max_steps:
             losses = [round(value, 4) for value in trainer.losses.tolist()]
             now = time.monotonic()
             rate = window * options.rows * options.length / (now - shown)
