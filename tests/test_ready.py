@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,6 +128,18 @@ def test_check_ready_refusing_server_is_not_ready() -> None:
         assert not ready.check_ready(state(url), None).ready
 
 
+@pytest.mark.parametrize("key", ["sk-wrong", None])
+def test_check_ready_wrong_key_names_the_status_and_the_setting(key: str | None) -> None:
+    engine = Engine()
+    engine.status = 401
+    with serving(engine) as url:
+        verdict = ready.check_ready(state(url), key)
+    assert not verdict.ready
+    assert "HTTP 401" in verdict.reason
+    assert "VLLM_API_KEY" in verdict.reason
+    assert "sk-wrong" not in verdict.reason
+
+
 def test_check_ready_nobody_listening_is_not_ready() -> None:
     assert not ready.check_ready(state("http://127.0.0.1:9/v1"), None).ready
 
@@ -181,9 +194,42 @@ def test_read_state_broken_file_is_an_error_that_names_it(tmp_path: Path) -> Non
         ready.read_state(path)
 
 
-def test_state_path_differs_by_port_and_follows_the_runtime_folder() -> None:
-    assert ready.state_path(1, {"XDG_RUNTIME_DIR": "/run/me"}).parent == Path("/run/me")
+def test_state_path_differs_by_port_and_follows_the_runtime_folder(tmp_path: Path) -> None:
+    assert ready.state_path(1, {"XDG_RUNTIME_DIR": str(tmp_path)}).parent == tmp_path
     assert ready.state_path(1, {}) != ready.state_path(2, {})
+
+
+def test_state_path_runtime_folder_that_is_no_folder_gives_the_temporary_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for runtime in (tmp_path / "missing", tmp_path / "file"):
+        assert ready.state_path(1, {"XDG_RUNTIME_DIR": str(runtime)}).parent == Path(tempfile.gettempdir())
+
+
+def test_state_path_runtime_folder_that_may_not_be_written_gives_the_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert ready.state_path(1, {"XDG_RUNTIME_DIR": str(tmp_path)}).parent == Path(tempfile.gettempdir())
+
+
+def test_recording_file_that_cannot_be_written_is_one_notice_and_no_stop(tmp_path: Path) -> None:
+    path, seen = tmp_path / "state.json", []
+    (path / "inside").mkdir(parents=True)  # a full folder in its place: neither replaced nor removed
+    report = ready.recording(lambda stage, message: seen.append((stage, message)), path, url="u", model="m")
+    for stage in ("load", "READY", "stopped"):
+        report(stage, "m")  # type: ignore[arg-type]
+    assert [stage for stage, _ in seen] == ["load", "notice", "READY", "stopped"]
+    assert str(path) in seen[1][1]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["state.json"]
+
+
+@pytest.mark.parametrize("stage", ["stopped", "failed"])
+def test_recording_an_ended_server_leaves_no_file(tmp_path: Path, stage: Stage) -> None:
+    report = ready.recording(lambda *_: None, tmp_path / "state.json", url="u", model="m")
+    report("READY", "m")
+    assert list(tmp_path.iterdir())
+    report(stage, "m")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_read_counters_sums_over_labels_and_ignores_the_rest() -> None:

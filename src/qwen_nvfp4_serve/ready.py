@@ -5,6 +5,7 @@ The supervising process records its stage in a small file; `qwen-nvfp4 ready` re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.stages import Report, Stage
 
 FIRST_ANSWER_S = 600.0  # a first request may compile kernels
@@ -27,6 +28,7 @@ METRICS_S = 5.0
 KNOWN_PROMPT, KNOWN_ANSWER, KNOWN_TOKENS = "1, 2, 3, 4, 5, 6, 7,", "8", 4
 # Every one of these stands still when the engine does; cache usage also moves during a long prefill (vLLM 0.32, 0.33).
 PROGRESS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:kv_cache_usage_perc")
+ENDED: tuple[Stage, ...] = ("stopped", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,29 +52,49 @@ class Verdict:
 
 
 def state_path(port: int, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the state of the server on `port` is kept: a folder of this user that does not outlive the machine."""
-    folder = environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    """Where the state of the server on `port` is kept: the user's runtime folder, or the temporary one without it."""
+    runtime = environ.get("XDG_RUNTIME_DIR")
+    usable = runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK | os.X_OK)
+    folder = runtime if runtime and usable else tempfile.gettempdir()
     return Path(folder) / f"qwen-nvfp4-{os.getuid()}-{port}.json"
 
 
 def recording(report: Report, path: Path, *, url: str, model: str) -> Report:
-    """`report`, which also keeps the state file; notices change nothing."""
+    """`report`, which also keeps the state file until the server has stopped; notices change nothing.
+
+    A server serves without the file too: that it cannot be kept is said once, as a notice.
+    """
+    told = False
 
     def record(stage: Stage, message: str) -> None:
-        if stage != "notice":
-            write_state(
-                path, State(pid=os.getpid(), stage=stage, message=message, since=time.time(), url=url, model=model)
-            )
+        nonlocal told
         report(stage, message)
+        if stage == "notice":
+            return
+        state = State(pid=os.getpid(), stage=stage, message=message, since=time.time(), url=url, model=model)
+        try:
+            if stage in ENDED:
+                path.unlink(missing_ok=True)
+            else:
+                write_state(path, state)
+        except OSError as error:
+            if not told:
+                report("notice", f"`qwen-nvfp4 ready` cannot see this server: {path}: {error.strerror or error}")
+            told = True
 
     return record
 
 
 def write_state(path: Path, state: State) -> None:
-    """Replace the file in one step: a reader sees the old or the new state, never a part."""
+    """Replace the file in one step: a reader sees the old or the new state, never a part. Raises OSError."""
     fresh = path.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps(asdict(state)))
-    fresh.replace(path)
+    try:
+        fresh.write_text(json.dumps(asdict(state)))
+        fresh.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise
 
 
 def read_state(path: Path) -> State | None:
@@ -88,19 +110,23 @@ def read_state(path: Path) -> State | None:
 def check_ready(state: State | None, api_key: str | None) -> Verdict:
     """Ready only when the server got READY, is not stopping, and completes a token now or is at work on others."""
     if state is None:
-        return Verdict(False, "no server was started here")
+        return Verdict(False, "no server runs here")
     if not psutil.pid_exists(state.pid):
         return Verdict(False, "the server has ended")
     if state.stage != "READY":
         return Verdict(False, f"{state.stage}: {state.message.splitlines()[0]}")
     before = progress(state.url)
     began = time.monotonic()
-    if complete(state.url, state.model, api_key, tokens=1, timeout_s=PROBE_S) is not None:
+    try:
+        answer = complete(state.url, state.model, api_key, tokens=1, timeout_s=PROBE_S)
+    except WrongKeyError as error:
+        return Verdict(False, error.sentence())
+    if answer is not None:
         return Verdict(True, f"one token in {time.monotonic() - began:.2f} s")
     after = progress(state.url)
-    if before and after and before != after:
-        return Verdict(True, "busy: the token is still queued, others are being computed")
-    return Verdict(False, f"no token within {PROBE_S:g} s and no progress on other requests")
+    busy = bool(before and after and before != after)
+    idle = f"no token within {PROBE_S:g} s and no progress on other requests"
+    return Verdict(busy, "busy: the token is still queued, others are being computed" if busy else idle)
 
 
 def first_answer(url: str, model: str, api_key: str | None, *, known: bool) -> bool:
@@ -125,6 +151,14 @@ def first_answer(url: str, model: str, api_key: str | None, *, known: bool) -> b
 WRONG = "The weights or a kernel are wrong: compare with NVFP4_BACKEND=marlin, or another checkpoint."
 
 
+class WrongKeyError(UsageError):
+    """The server answered HTTP 401."""
+
+    def __init__(self, *, has_key: bool):
+        seen = "the server wants another VLLM_API_KEY" if has_key else "the server wants a key"
+        super().__init__(f"HTTP 401, {seen}", do="Set VLLM_API_KEY to the key that it was started with.")
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """A completed request: its text and the log-probability of each token."""
@@ -134,7 +168,10 @@ class Answer:
 
 
 def complete(url: str, model: str, api_key: str | None, *, tokens: int, timeout_s: float) -> Answer | None:
-    """The greedy continuation of the known prompt; None when it does not come in time, whole, with HTTP 200."""
+    """The greedy continuation of the known prompt; None when it does not come in time, whole, with HTTP 200.
+
+    Raises WrongKeyError for HTTP 401, which no waiting mends.
+    """
     body = {
         "model": model,
         "prompt": KNOWN_PROMPT,
@@ -146,6 +183,8 @@ def complete(url: str, model: str, api_key: str | None, *, tokens: int, timeout_
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx.post(f"{url}/completions", json=body, headers=headers, timeout=timeout_s, trust_env=False)
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise WrongKeyError(has_key=bool(api_key))
         answer.raise_for_status()
         row = answer.json()
         if row["usage"]["completion_tokens"] != tokens:
