@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.cli.make_checkpoint import make_checkpoint
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.synthetic import (
     ARCHITECTURES,
     STYLES,
@@ -24,6 +26,7 @@ from qwen_nvfp4_serve.synthetic.tokenizer import silent_ids, tokenizer_json
 
 torch = pytest.importorskip("torch")
 safetensors_torch = pytest.importorskip("safetensors.torch")
+SafetensorError = pytest.importorskip("safetensors").SafetensorError
 
 TINY = {"hidden": 64, "layers": 2, "attention_interval": 2, "head_dim": 32, "q_heads": 2, "kv_heads": 1}
 GDN = {"gdn_k_heads": 1, "gdn_v_heads": 2}
@@ -166,6 +169,74 @@ def test_write_into_a_used_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not empty"):
         write_checkpoint(tmp_path, spec())
     assert (tmp_path / "precious").exists()
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_write_full_disk_is_one_sentence_and_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "older").write_text("")
+    monkeypatch.setattr(safetensors_torch, "save_file", fail)
+    with pytest.raises(QwenNvfp4Error, match="/a cannot be written: seen No space left"):
+        write_checkpoint(tmp_path / "a", spec(), overwrite=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "older"]
+
+
+def test_write_failed_rename_puts_the_older_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if ".partial-" in self.name:
+            raise OSError(5, "Input/output error")
+        return real(self, target)
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "older").write_text("")
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(QwenNvfp4Error, match="Input/output"):
+        write_checkpoint(tmp_path / "a", spec(), overwrite=True)
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "older"]
+
+
+def test_write_removes_what_killed_runs_left_and_nothing_else(tmp_path: Path) -> None:
+    gone, alive = 2**22 + 1, os.getppid()
+    names = [f".a.partial-{gone}", f".a.retired-{gone}", f".a.partial-{alive}", f".b.partial-{gone}", ".a.partial-x"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    write_checkpoint(tmp_path / "a", spec())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names[2:], "a"])
+
+
+@pytest.mark.parametrize("dest", ["file", "file/model", "file/deep/model", "x" * 300])
+def test_make_checkpoint_where_no_folder_can_be_is_refused(tmp_path: Path, dest: str) -> None:
+    (tmp_path / "file").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(UsageError, match="checkpoint folder") as caught:
+            make_checkpoint(tmp_path / dest, overwrite=overwrite)
+        assert caught.value.exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_make_checkpoint_in_a_read_only_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(UsageError, match="seen Permission denied"):
+        make_checkpoint(tmp_path / "a")
+
+
+@pytest.mark.parametrize("receipt", ["", "{", "[" * 100_000, "null"])
+def test_ensure_unreadable_receipt_is_not_ours(tmp_path: Path, receipt: str) -> None:
+    (tmp_path / "synthetic.json").write_text(receipt)
+    with pytest.raises(UsageError, match=r"synthetic\.json"):
+        ensure_checkpoint(tmp_path, spec())
+    assert [path.name for path in tmp_path.iterdir()] == ["synthetic.json"]
 
 
 def test_ensure_writes_once_and_again_for_another_spec(tmp_path: Path) -> None:
