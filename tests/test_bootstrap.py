@@ -122,11 +122,55 @@ def test_install_lock_makes_a_second_install_wait(checkout: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "wanted"), [("DEVICE=cpu", "cpu"), ("DEVICE='cuda'\r", "cuda"), ("", "auto"), ("DEVICE=", "auto")]
+    ("line", "wanted"),
+    [
+        ("DEVICE=cpu", "cpu"),
+        ("DEVICE='cuda'\r", "cuda"),
+        ("", "auto"),
+        ("DEVICE=", "auto"),
+        ("export DEVICE=cpu", "cpu"),
+        ("DEVICE = cpu", "cpu"),
+        ("\ufeffDEVICE=cpu", "cpu"),
+        ("DEVICE=cpu # no card", "cpu"),
+    ],
 )
 def test_device_setting_is_read_from_env_file(checkout: Path, line: str, wanted: str) -> None:
     (checkout / ".env").write_text(line + "\n")
     assert bootstrap.device_setting() == wanted
+
+
+def test_device_setting_of_no_known_value_is_wrong_use(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / ".env").write_text("DEVICE=tpu\n")
+    with pytest.raises(SystemExit) as caught:
+        bootstrap.device_setting()
+    assert caught.value.code == 2
+    assert "auto, cuda, cpu" in capsys.readouterr().err
+
+
+def test_early_setting_env_that_is_a_directory_is_one_line(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (checkout / ".env").mkdir()
+    with pytest.raises(SystemExit) as caught:
+        bootstrap.device_setting()
+    assert caught.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_has_gpu_reads_visible_cards_from_env_file(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(bootstrap, "detect_gpus", lambda visible=None: seen.append(visible) or ())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (checkout / ".env").write_text("CUDA_VISIBLE_DEVICES=1\n")
+    assert not bootstrap.has_gpu()
+    assert seen == ["1"]
+
+
+def test_script_through_a_link_and_with_pythonhome_finds_its_checkout(tmp_path: Path) -> None:
+    link = tmp_path / "serve"
+    link.symlink_to(ROOT / "scripts" / "serve")
+    env = os.environ | {"DEVICE": "tpu", "PYTHONHOME": "/nonexistent"}
+    done = subprocess.run([link], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "DEVICE" in done.stderr
 
 
 def test_hands_over_to_docker_only_with_card_runtime_and_compose_file(

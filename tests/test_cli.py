@@ -82,6 +82,26 @@ def test_serve_without_compiler_warns_once_and_runs_eager(tmp_path: Path) -> Non
     assert done.stdout.count("C++ compiler") == 1
 
 
+def test_serve_env_file_that_was_named_and_is_missing_is_refused(tmp_path: Path) -> None:
+    done = run("serve", "--dry-run", "--env-file", "mistyped.env", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "mistyped.env" in done.stderr
+
+
+def test_serve_sigterm_while_preparing_cleans_up_and_exits_0(tmp_path: Path) -> None:
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "DEVICE": "cpu", "CACHE_DIR": str(tmp_path / "cache")}
+    process = subprocess.Popen(
+        [*COMMAND, "serve"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "writing the embedded model" in line:
+            break
+    process.terminate()
+    assert process.wait(timeout=60) == 0
+    assert not list((tmp_path / "cache").glob(".embedded.partial-*"))
+
+
 def test_smoke_nothing_listens_is_one_line_and_1(tmp_path: Path) -> None:
     done = run("smoke", "--base-url", "http://127.0.0.1:9", cwd=tmp_path)
     assert done.returncode == 1

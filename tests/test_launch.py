@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qwen_nvfp4_serve.errors import UsageError
-from qwen_nvfp4_serve.launch import MASK, Capacity, Host, Launch, Model, build_launch, shown_environment
+from qwen_nvfp4_serve.launch import MASK, Capacity, Host, Launch, Model, build_launch, shown_command, shown_environment
 from qwen_nvfp4_serve.settings import load_settings
 
 CPU = Host(device="cpu", python="python", has_cxx=True)
@@ -92,11 +92,34 @@ def test_build_launch_secrets_are_in_the_environment_only_and_masked_when_shown(
 @pytest.mark.parametrize(
     "extra",
     ["--host 0.0.0.0", "--host=0.0.0.0", "--hos 0.0.0.0", "--api-key x", "--api_key x", "--uds /x", "--config f.yaml",
-     "--max-model-len 5", "--served-model-name z", "--chat-template x.jinja", "--port=1", "-tp 2", "--enforce-eager"],
+     "--max-model-len 5", "--served-model-name z", "--chat-template x.jinja", "--port=1", "-tp 2", "--enforce-eager",
+     "-tp2", "--no-enforce-eager", "--speculative_config.method mtp", "-sc.method mtp", "--api-key.x 1", "--host.foo 1",
+     "--no-language-model-only", "--default_chat_template_kwargs.keep_thinking none", "--headless", "--grpc", "-h"],
 )  # fmt: skip
 def test_build_launch_extra_args_that_a_knob_owns_are_refused(extra: str) -> None:
     with pytest.raises(UsageError, match="EXTRA_ARGS sets"):
         launch(EXTRA_ARGS=extra)
+
+
+@pytest.mark.parametrize("extra", ["model", "@file", "--seed 1 @file"])
+def test_build_launch_extra_args_that_are_no_flags_are_refused(extra: str) -> None:
+    with pytest.raises(UsageError, match="EXTRA_ARGS"):
+        launch(EXTRA_ARGS=extra)
+
+
+def test_build_launch_extra_args_of_other_flags_are_passed_on() -> None:
+    argv = launch(EXTRA_ARGS="--seed 7 --max-logprobs=5").argv
+    assert value_of(argv, "--seed") == "7"
+    assert "--max-logprobs=5" in argv
+
+
+def test_shown_command_and_environment_mask_passwords_and_every_token() -> None:
+    loaded = load_settings(None, {"EXTRA_ARGS": "--otlp-traces-endpoint http://u:hunter2@h:1"})
+    extra = {"HF_HUB_TOKEN": "hunter2", "HTTPS_PROXY": "http://u:hunter2@h"}
+    made = build_launch(loaded.settings, model=LOCAL, capacity=Capacity(), host=CPU, passthrough=extra)
+    assert "hunter2" not in shown_command(made)
+    assert "hunter2" not in str(shown_environment(made))
+    assert "@h" in shown_command(made)
 
 
 def test_build_launch_telemetry_is_off_and_only_our_plugin_loads() -> None:

@@ -115,6 +115,52 @@ def test_load_settings_reads_file_secrets(tmp_path: Path, monkeypatch: pytest.Mo
     assert key.get_secret_value() == "from-file"
 
 
+@pytest.mark.parametrize("line", ["VLLM_API_KEY hunter2", 'VLLM_API_KEY="hunter2', "HF_TOKEN: hunter2"])
+def test_load_settings_malformed_line_does_not_echo_what_may_be_a_secret(env_file: Path, line: str) -> None:
+    env_file.write_text(line + "\n")
+    with pytest.raises(UsageError, match=r"\.env line 1") as caught:
+        load_settings(env_file, {})
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["HF_TOKN", "HF_TOKENS", "CUDA_VISIBLE_DEVICE", "HF_HUB_OFLINE"])
+def test_load_settings_misspelt_knob_with_a_library_prefix_is_refused(env_file: Path, name: str) -> None:
+    env_file.write_text(f"{name}=x\n")
+    with pytest.raises(UsageError, match="Did you mean"):
+        load_settings(env_file, {})
+    if len(name) >= 8:  # shorter names in the environment are not judged
+        with pytest.raises(UsageError, match="Did you mean"):
+            load_settings(None, {name: "x"})
+    load_settings(None, {"HF_HUB_CACHE": "x", "CUDA_HOME": "x", "HF_XET_CACHE": "x"})
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "two words", "a\tb"])
+def test_load_settings_key_that_no_client_can_send_is_refused_unechoed(key: str) -> None:
+    with pytest.raises(UsageError, match="VLLM_API_KEY") as caught:
+        load_settings(None, {"VLLM_API_KEY": key})
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["--api-key", 'a"b', "a b", "-x"])
+@pytest.mark.parametrize("name", ["SERVED_MODEL_NAME", "REVISION"])
+def test_load_settings_name_that_would_be_read_as_a_flag_is_refused(name: str, value: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        load_settings(None, {name: value})
+
+
+def test_load_settings_env_file_that_is_a_directory_or_leads_nowhere_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="directory"):
+        load_settings(tmp_path, {})
+    (tmp_path / ".env").symlink_to(tmp_path / "none")
+    with pytest.raises(UsageError, match="nowhere"):
+        load_settings(tmp_path / ".env", {})
+
+
+def test_load_settings_named_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not there"):
+        load_settings(tmp_path / "mistyped.env", {}, required=True)
+
+
 def test_load_settings_missing_file_gives_the_defaults(tmp_path: Path) -> None:
     assert load_settings(tmp_path / "none", {}).settings == Settings()
 

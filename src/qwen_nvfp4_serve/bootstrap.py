@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ STAMP = VENV / ".installed.json"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # PyTorch's own index of CPU builds
 PROBE_TIMEOUT_S = 3.0
 HEARTBEAT_S = 20.0
+DEVICES = ("auto", "cuda", "cpu")
 BEGAN = time.monotonic()
 
 
@@ -66,14 +68,29 @@ def wants_gpu() -> bool:
 
 def has_gpu() -> bool:
     """True when a card is there and CUDA_VISIBLE_DEVICES does not hide it."""
-    return bool(detect_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")))
+    return bool(detect_gpus(early_setting("CUDA_VISIBLE_DEVICES")))
 
 
 def device_setting() -> str:
-    """DEVICE from the environment or `.env`, before the real settings can be read; they check its value later."""
-    lines = (ROOT / ".env").read_text(errors="replace").splitlines() if (ROOT / ".env").exists() else []
-    given = [line.partition("=")[2].strip().strip("\"'") for line in lines if line.strip().startswith("DEVICE=")]
-    return os.environ.get("DEVICE") or (given[-1] if given else "") or "auto"
+    """DEVICE, before the real settings can be read. Exits with 2 when it is none of its values."""
+    device = early_setting("DEVICE") or "auto"
+    if device not in DEVICES:
+        fail(f"DEVICE: seen {device!r}, expected {', '.join(DEVICES)}.", 2)
+    return device
+
+
+def early_setting(name: str) -> str | None:
+    """A knob from the environment or `.env`, read without any library; None when unset. Exits with 2 if unreadable."""
+    if os.environ.get(name, "").strip():
+        return os.environ[name].strip()
+    file = ROOT / ".env"
+    try:
+        text = file.read_text(encoding="utf-8-sig", errors="replace") if file.exists() else ""
+    except OSError as error:
+        fail(f"{file} cannot be read: {error.strerror}. It has to be a text file that you may read.", 2)
+    line = re.compile(rf"""^\s*(?:export\s+)?{name}\s*=\s*(['"]?)([^'"#\r\n]*)\1\s*(?:#.*)?$""", re.MULTILINE)
+    found = line.findall(text)
+    return found[-1][1].strip() or None if found else None
 
 
 def install(target: Target) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from qwen_nvfp4_serve.settings import Settings
 
 PLUGIN = "qwen_nvfp4"  # our name in the entry-point group vllm.general_plugins
 MASK = "********"
-SECRET_NAMES = frozenset({"VLLM_API_KEY", "HF_TOKEN"})
+SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW", re.IGNORECASE)
 SHIMS = Path(__file__).parent / "shims"
 DRAIN_MIDDLEWARE = "qwen_nvfp4_patches.drain.DrainMiddleware"  # ends the server's last requests properly
 DRAIN_VARIABLE = "QWEN_NVFP4_DRAIN_S"
@@ -36,10 +37,8 @@ OWNED_FLAGS = {
     "--kv-cache-dtype": "KV_CACHE_DTYPE",
     "--kv-cache-memory-bytes": "CPU_KV_CACHE_GIB",
     "--enable-prefix-caching": "PREFIX_CACHING",
-    "--no-enable-prefix-caching": "PREFIX_CACHING",
     "--gpu-memory-utilization": "GPU_MEMORY_UTILIZATION",
     "--tensor-parallel-size": "TENSOR_PARALLEL",
-    "-tp": "TENSOR_PARALLEL",
     "--gdn-prefill-backend": "GDN_PREFILL",
     "--speculative-config": "SPECULATIVE_TOKENS",
     "--enforce-eager": "ENFORCE_EAGER",
@@ -49,7 +48,14 @@ OWNED_FLAGS = {
     "--default-chat-template-kwargs": "KEEP_THINKING",
     "--shutdown-timeout": "SHUTDOWN_TIMEOUT_S",
     "--hf-token": "HF_TOKEN",
-    "--config": "EXTRA_ARGS",
+}
+SHORT_FLAGS = {"-tp": "TENSOR_PARALLEL", "-sc": "SPECULATIVE_TOKENS"}
+REFUSED_FLAGS = {
+    "--config": "would set flags past the checks of the knobs",
+    "--headless": "starts no HTTP server",
+    "--grpc": "starts no HTTP server",
+    "--help": "starts no server",
+    "-h": "starts no server",
 }
 GIB = 1024**3
 
@@ -234,14 +240,24 @@ def _environment(settings: Settings, model: Model, host: Host, passthrough: dict
 
 def _extra_args(text: str) -> list[str]:
     words = shlex.split(text)
+    if words and (not words[0].startswith("-") or any(word.startswith("@") for word in words)):
+        raise UsageError("EXTRA_ARGS", seen=repr(words[0])[:60], expected="flags of `vllm serve`, such as --seed 7")
     for word in words:
-        flag = word.partition("=")[0].replace("_", "-")
-        owner = OWNED_FLAGS.get(flag) or next(
-            (knob for owned, knob in OWNED_FLAGS.items() if _abbreviates(flag, owned)), None
-        )
-        if owner:
+        # vLLM reads `--flag.key value` as one key of a JSON flag, and `_` as `-`.
+        flag = re.split(r"[=.]", word, maxsplit=1)[0].replace("_", "-")
+        positive = flag.replace("--no-", "--", 1)
+        if reason := REFUSED_FLAGS.get(flag):
+            raise UsageError(f"EXTRA_ARGS sets {flag}, which {reason}", do="Remove it.")
+        if owner := _owner(flag) or _owner(positive):
             raise UsageError(f"EXTRA_ARGS sets {flag}, which the knob {owner} owns", do=f"Set {owner} instead.")
     return words
+
+
+def _owner(flag: str) -> str | None:
+    short = next((knob for owned, knob in SHORT_FLAGS.items() if re.fullmatch(rf"{owned}\d*", flag)), None)
+    return short or next(
+        (knob for owned, knob in OWNED_FLAGS.items() if flag == owned or _abbreviates(flag, owned)), None
+    )
 
 
 def _abbreviates(flag: str, owned: str) -> bool:
@@ -257,4 +273,16 @@ def _client_host(bind_host: str) -> str:
 
 def shown_environment(launch: Launch) -> dict[str, str]:
     """The added environment with secrets masked, for printing."""
-    return {name: MASK if name in SECRET_NAMES else value for name, value in sorted(launch.environment.items())}
+    return {
+        name: MASK if SECRET_NAME.search(name) else _without_password(value)
+        for name, value in sorted(launch.environment.items())
+    }
+
+
+def shown_command(launch: Launch) -> str:
+    """The command as a shell would take it, passwords inside URLs masked."""
+    return shlex.join(_without_password(word) for word in launch.argv)
+
+
+def _without_password(text: str) -> str:
+    return re.sub(r"(\w+://)[^/@\s]+@", rf"\1{MASK}@", text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -277,6 +279,7 @@ def _probe(prepared: Prepared, url: str) -> Callable[[], bool]:
 def ready_message(launch: Launch, *, has_key: bool) -> str:
     """URL, model id and a curl line to paste."""
     auth = '-H "Authorization: Bearer $VLLM_API_KEY" ' if has_key else ""
-    body = f'{{"model": "{launch.model_id}", "messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 64}}'
-    curl = f"curl {launch.url}/chat/completions {auth}-H 'Content-Type: application/json' -d '{body}'"
+    question = {"model": launch.model_id, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
+    body = shlex.quote(json.dumps(question))
+    curl = f"curl {launch.url}/chat/completions {auth}-H 'Content-Type: application/json' -d {body}"
     return f"{launch.url} serves {launch.model_id}. Try:\n  {curl}"

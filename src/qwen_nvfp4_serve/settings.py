@@ -7,6 +7,7 @@ stop the start with one sentence. `.env.example` and the README's table are gene
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ KV_NVFP4_POLICY = (
     "an NVFP4 KV cache is refused by our policy: vLLM accepts it on SM12x, but wrong text was reported "
     "and nobody we trust has verified it; use fp8 or bfloat16"
 )
+ENV_FILE = Path(".env")
+SHOWN_CHARACTERS = 60
 SECRETS_DIR = Path("/run/secrets")  # where container engines mount file secrets
 
 
@@ -42,7 +45,21 @@ def _parses(text: str) -> str:
     return text
 
 
+def _names(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w./:@+-]{0,255}", text, re.ASCII):
+        raise ValueError("expected letters, digits and . / : @ + - _ only, a letter or digit first")
+    return text
+
+
+def _can_be_sent(key: SecretStr) -> SecretStr:
+    if not re.fullmatch(r"[\x21-\x7e]+", key.get_secret_value().strip()):
+        raise ValueError("expected printable ASCII without spaces: no client can send another key")
+    return key
+
+
 Text = Annotated[str, BeforeValidator(_tidy)]
+Name = Annotated[str, BeforeValidator(_tidy), AfterValidator(_names)]
+Key = Annotated[SecretStr, AfterValidator(_can_be_sent)]
 Flag = Annotated[bool, BeforeValidator(_tidy)]
 Int = Annotated[int, BeforeValidator(_tidy)]
 Number = Annotated[float, BeforeValidator(_tidy)]
@@ -79,15 +96,15 @@ class Settings(BaseSettings):
         "Catalogue name (`qwen-nvfp4 models` lists them), hub id or local path. Unset: `qwen3.5-35b-a3b` on a GPU, "
         "`embedded` without one.",
     )
-    revision: Text | None = knob(None, "model", "Hub revision (40 hex digits recommended). Unset: the catalogue's.")
-    served_model_name: Text | None = knob(
+    revision: Name | None = knob(None, "model", "Hub revision (40 hex digits recommended). Unset: the catalogue's.")
+    served_model_name: Name | None = knob(
         None, "model", "Model id that clients send. Unset: the alias and the full id."
     )
     vision: Flag = knob(False, "model", "Load the vision tower and accept images.")
 
     bind_host: Text = knob("127.0.0.1", "network", "Address to listen on. Anything but loopback needs VLLM_API_KEY.")
     port: Int = knob(8000, "network", "TCP port.", ge=1, le=65535)
-    vllm_api_key: SecretStr | None = knob(None, "network", "Key that clients must send (guards /v1 only).")
+    vllm_api_key: Key | None = knob(None, "network", "Key that clients must send (guards /v1 only).")
     vllm_api_key_file: Text | None = knob(None, "network", "File that holds the key, instead of VLLM_API_KEY.")
     allow_no_key: Flag = knob(False, "network", "Allow a non-loopback BIND_HOST without a key.")
 
@@ -153,7 +170,7 @@ class Settings(BaseSettings):
         None, "downloads", "Our cache: embedded model, compiled kernels. Unset: the user cache folder."
     )
 
-    start_timeout_s: Int = knob(1800, "process", "Give up when not READY after this long.", unit="s", ge=10)
+    start_timeout_s: Int = knob(1800, "process", "Give up when not READY after this long.", unit="s", ge=10, le=604_800)
     shutdown_timeout_s: Int = knob(
         20, "process", "How long running requests may finish after a stop.", unit="s", ge=0, le=3600
     )
@@ -185,11 +202,15 @@ def default_of(name: str) -> str:
     return ("1" if value else "0") if isinstance(value, bool) else str(value)
 
 
-def load_settings(env_file: Path | None = None, environ: Mapping[str, str] = os.environ) -> Loaded:
-    """Settings from `environ` over `env_file` (a missing file is an empty one) over file secrets over the defaults.
+def load_settings(
+    env_file: Path | None = None, environ: Mapping[str, str] = os.environ, *, required: bool = False
+) -> Loaded:
+    """Settings from `environ` over `env_file` (missing is empty unless `required`) over file secrets over defaults.
 
     Raises UsageError naming the key, the value seen and the right spelling or range. Secrets are never echoed.
     """
+    if required and env_file is not None and not env_file.exists():
+        raise UsageError(f"{str(env_file)[:SHOWN_CHARACTERS]} is not there", do="Name a file with KEY=value lines.")
     from_file = read_env_file(env_file) if env_file else {}
     names = frozenset(knobs())
     passthrough = check_names(from_file, environ, names)
@@ -213,7 +234,7 @@ def _explain(error: ValidationError) -> str:
     lines = []
     for fault in error.errors():
         name = str(fault["loc"][0]).upper()
-        seen = "a secret" if "SecretStr" in str(knobs()[name].annotation) else repr(fault["input"])
+        seen = "a secret" if "SecretStr" in str(knobs()[name].annotation) else repr(fault["input"])[:SHOWN_CHARACTERS]
         reason = fault["msg"].removeprefix("Value error, ")
         if name == "KV_CACHE_DTYPE" and "nvfp4" in str(fault["input"]):
             reason = KV_NVFP4_POLICY

@@ -80,9 +80,11 @@ CLOSE_IN_FILE = 0.6
 
 def read_env_file(path: Path) -> dict[str, str]:
     """The assignments of a `.env` file; empty when there is none. Raises UsageError on a line that is no assignment."""
-    if not path.exists():
-        return {}
     try:
+        if not path.exists() and not path.is_symlink():
+            return {}
+        if not path.is_file() and not path.is_char_device():
+            raise UsageError(f"{path}", seen=_kind(path), expected="a text file with KEY=value lines")
         text = path.read_bytes().decode("utf-8-sig")  # editors on Windows write a byte-order mark
     except PermissionError:
         raise UsageError(f"{path} may not be read by this user", do=f"Type: sudo chown {os.getuid()} {path}") from None
@@ -92,11 +94,21 @@ def read_env_file(path: Path) -> dict[str, str]:
         ) from None
     for binding in parse_stream(io.StringIO(text)):
         if binding.error or (binding.key and binding.value is None):
+            # Only the first word is shown: the rest may be a secret.
+            word = re.match(r"\s*(?:export\s+)?([A-Za-z_]\w*)", binding.original.string)
             raise UsageError(
-                f"{path.name} line {binding.original.line}", seen=repr(binding.original.string.strip()[:60]),
-                expected="KEY=value", do="Correct or remove the line.",
-            )  # fmt: skip
+                f"{path.name} line {binding.original.line}",
+                seen=f"{word[1]} …" if word else "no name",
+                expected="KEY=value",
+                do="Correct or remove the line.",
+            )
     return {key: value or "" for key, value in dotenv_values(stream=io.StringIO(text), interpolate=False).items()}
+
+
+def _kind(path: Path) -> str:
+    if path.is_dir():
+        return "a directory (a container engine makes one where a file to mount is missing)"
+    return "a link that leads nowhere" if path.is_symlink() else "no regular file"
 
 
 def check_names(from_file: Mapping[str, str], environ: Mapping[str, str], knobs: frozenset[str]) -> dict[str, str]:
@@ -105,7 +117,7 @@ def check_names(from_file: Mapping[str, str], environ: Mapping[str, str], knobs:
         if name in OBSOLETE:
             raise UsageError(f"{name} is obsolete and would be ignored by vLLM", do=f"Instead, {OBSOLETE[name]}.")
     for name in environ:
-        if len(name) < DISTINCT_LENGTH or name in knobs or _is_foreign(name):
+        if len(name) < DISTINCT_LENGTH or name in knobs or name in FOREIGN_NAMES:
             continue
         if guess := _closest(name, knobs, CLOSE_IN_ENVIRONMENT):
             raise UsageError(f"{name} is not a knob", do=f"Did you mean {guess}? Rename or unset it.")
@@ -115,7 +127,7 @@ def check_names(from_file: Mapping[str, str], environ: Mapping[str, str], knobs:
             continue
         if name.startswith("VLLM_"):
             _check_vllm_name(name, knobs)
-        elif not _is_foreign(name):
+        elif not _is_foreign(name) or _closest(name, knobs, CLOSE_IN_ENVIRONMENT):
             guess = ALIASES.get(name) or _closest(name.upper(), knobs, CLOSE_IN_FILE)
             hint = f"Did you mean {guess}?" if guess else "See .env.example for the knobs."
             raise UsageError(f"{name} in .env is not a knob", do=hint)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from qwen_nvfp4_serve.settings import load_settings
+from qwen_nvfp4_serve.settings import ENV_FILE, load_settings
 
 
 def register(app: typer.Typer) -> None:
@@ -21,14 +21,14 @@ def register(app: typer.Typer) -> None:
 def smoke(
     base_url: str = typer.Option("", "--base-url", help="Endpoint to ask; by default the one that the settings serve."),
     as_json: bool = typer.Option(False, "--json", help="Print the result as JSON."),
-    env_file: Path = typer.Option(
-        Path(".env"), "--env-file", readable=False, help="Settings of the server; its key is used."
+    env_file: Path | None = typer.Option(
+        None, "--env-file", readable=False, help="Settings of the server instead of .env; its key is used."
     ),
 ) -> None:
     """Check a running server: right requests answered, wrong ones refused. Exit code 1 if anything fails."""
     from qwen_nvfp4_serve.smoke import connect, run_checks
 
-    settings = load_settings(env_file).settings
+    settings = load_settings(env_file or ENV_FILE, required=env_file is not None).settings
     key = settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
     server = connect(base_url or f"http://127.0.0.1:{settings.port}/v1", key)
     checks = run_checks(server)
