@@ -73,6 +73,28 @@ def test_resolve_model_anything_else_is_refused(given: str) -> None:
         resolve_model(given)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        "~nouser/x",
+        "x" * 5000,
+        "/" + "x" * 5000,
+        "a/" + "x" * 5000,
+        "/x" * 3000,
+        "/" + "ab/" * 1000,
+        "a\0b",
+        "/a\0b",
+        "a\nb",
+    ],
+)
+def test_resolve_model_unusable_name_is_one_short_sentence(given: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        resolve_model(given)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
+    assert len(caught.value.seen or "") <= 60
+
+
 def test_resolve_model_typo_names_the_neighbour() -> None:
     with pytest.raises(UsageError, match=r"did you mean qwen3\.5-27b"):
         resolve_model("qwen3.5-27")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from qwen_nvfp4_serve.dims import Dims, VisionDims
-from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.errors import UsageError, printable
 
 Scheme = Literal["BF16", "FP8", "NVFP4 W4A4", "NVFP4 W4A16"]
 
@@ -296,6 +296,7 @@ class ModelRef:
     revision: str | None = None
 
 
+SHOWN_CHARS, SHOWN_PATH_CHARS = 60, 255  # of a MODEL that is refused
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -314,24 +315,29 @@ def resolve_model(given: str) -> ModelRef:
     row = find_model(text)
     if row is not None:
         return ModelRef(given=text, row=row, repo=row.repo, revision=row.revision)
-    path = Path(text).expanduser()
-    if text and (path.is_dir() or text.startswith(("/", ".", "~"))):
-        return ModelRef(given=text, path=_checked_folder(path))
+    try:
+        path = Path(text).expanduser()
+        if text and (path.is_dir() or text.startswith(("/", ".", "~"))):
+            return ModelRef(given=text, path=_checked_folder(path))
+    except (OSError, ValueError, RuntimeError) as error:  # too long, not allowed, NUL, ~user without a home
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise _unknown(given, do=f"As a path: {reason}.") from None
     if _HUB_ID.fullmatch(text) and ".." not in text:
         return ModelRef(given=text, repo=text)
     near = get_close_matches(text.lower(), MODEL_NAMES, n=1)
-    raise UsageError(
-        "unknown model",
-        seen=repr(given),
-        expected=f"one of {', '.join(MODEL_NAMES)}, a folder with config.json, or a hub id owner/name",
-        do=f"did you mean {near[0]}?" if near else None,
-    )
+    raise _unknown(given, do=f"did you mean {near[0]}?" if near else None)
+
+
+def _unknown(given: str, *, do: str | None) -> UsageError:
+    expected = f"one of {', '.join(MODEL_NAMES)}, a folder with config.json, or a hub id owner/name"
+    return UsageError("unknown model", seen=printable(repr(given), SHOWN_CHARS), expected=expected, do=do)
 
 
 def _checked_folder(path: Path) -> Path:
+    what = f"model folder {printable(str(path), SHOWN_PATH_CHARS)}"
     if not path.is_dir():
         seen = "a file" if path.is_file() else "nothing there"
-        raise UsageError(f"model folder {path}", seen=seen, expected="a folder with config.json and *.safetensors")
+        raise UsageError(what, seen=seen, expected="a folder with config.json and *.safetensors")
     if not (path / "config.json").is_file():
-        raise UsageError(f"model folder {path}", seen="no config.json", expected="config.json and *.safetensors")
+        raise UsageError(what, seen="no config.json", expected="config.json and *.safetensors")
     return path
