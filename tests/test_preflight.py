@@ -7,7 +7,9 @@ import socket
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from qwen_nvfp4_serve import preflight
@@ -68,6 +70,35 @@ def test_check_exposure_name_that_is_no_address_is_refused() -> None:
         preflight.check_exposure(settings(BIND_HOST="my host"), "cpu", "0.32.0")
 
 
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("TENSOR_PARALLEL", "2"),
+        ("NVFP4_BACKEND", "marlin"),
+        ("NVFP4_BACKEND", "hybrid"),
+        ("GDN_PREFILL", "flashinfer"),
+        ("GPU_MEMORY_UTILIZATION", "0.9"),
+    ],
+)
+def test_check_device_knobs_of_a_card_are_refused_on_a_cpu(knob: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"{knob}={value} .*Unset {knob}"):
+        preflight.check_device_knobs(settings(**{knob: value}), "cpu")
+    preflight.check_device_knobs(settings(**{knob: value}), "cuda")
+
+
+def test_check_device_knobs_that_a_cpu_honours_pass() -> None:
+    preflight.check_device_knobs(settings(), "cpu")
+    preflight.check_device_knobs(settings(TENSOR_PARALLEL="1", NVFP4_BACKEND="stock", GDN_PREFILL="triton"), "cpu")
+
+
+def test_check_device_knobs_cache_beyond_the_memory_is_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8 * 1024**3))
+    with pytest.raises(UsageError, match=r"CPU_KV_CACHE_GIB: seen 8\.5, .*8\.0 GiB"):
+        preflight.check_device_knobs(settings(CPU_KV_CACHE_GIB="8.5"), "cpu")
+    preflight.check_device_knobs(settings(CPU_KV_CACHE_GIB="8"), "cpu")
+    preflight.check_device_knobs(settings(CPU_KV_CACHE_GIB="8.5"), "cuda")
+
+
 @pytest.mark.parametrize(("found", "device"), [("0.31.0", "cpu"), ("0.34.0", "cpu"), ("0.32.0", "cuda"), (None, "cpu")])
 def test_check_version_outside_the_window_is_refused_naming_both(
     monkeypatch: pytest.MonkeyPatch, found: str | None, device: str
@@ -108,7 +139,7 @@ def test_check_patches_off_refuses_nvfp4_on_a_cpu_and_lets_bf16_through() -> Non
     preflight.check_patches(settings(), "cpu", nvfp4, "0.32.0")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "\x00"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "\x00", "[" * 100_000])
 def test_read_config_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(UsageError, match=r"config\.json"):

@@ -35,7 +35,7 @@ def detect_gpus(visible: str | None = None) -> tuple[Gpu, ...]:
     text = run_probe("nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits")
     gpus = [gpu for line in (text or "").splitlines() if (gpu := _parse_gpu(line))]
     indices = [word.strip() for word in (visible or "").split(",")]
-    if not all(index.isdigit() for index in indices):
+    if not all(_is_number(index) for index in indices):
         return tuple(gpus)
     return tuple(gpus[int(index)] for index in indices if int(index) < len(gpus))
 
@@ -48,11 +48,15 @@ def _parse_gpu(line: str) -> Gpu | None:
     major, _, minor = capability.partition(".")
     return Gpu(
         name=name,
-        capability=(int(major), int(minor)) if major.isdigit() and minor.isdigit() else None,
-        memory_bytes=int(total) * MIB if total.isdigit() else None,
-        free_bytes=int(free) * MIB if free.isdigit() else None,
+        capability=(int(major), int(minor)) if _is_number(major) and _is_number(minor) else None,
+        memory_bytes=int(total) * MIB if _is_number(total) else None,
+        free_bytes=int(free) * MIB if _is_number(free) else None,
         driver=driver or None,
     )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()  # int() refuses other digits, such as ²
 
 
 def docker_runs_nvidia() -> bool:
@@ -76,7 +80,9 @@ def run_probe(*argv: str) -> str | None:
     if shutil.which(argv[0]) is None:
         return None
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", timeout=PROBE_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

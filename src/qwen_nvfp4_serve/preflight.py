@@ -10,9 +10,12 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.launch import PLUGIN
 from qwen_nvfp4_serve.settings import Settings
+from qwen_nvfp4_serve.units import GIB
 from qwen_nvfp4_serve.versions import GPU_WINDOW, VLLM_CPU, VLLM_GPU, check_vllm
 
 # Routes that answer without a key even when one is set (vLLM 0.33: --api-key guards /v1, /v2, /inference and /cohere).
@@ -78,6 +81,29 @@ def check_exposure(settings: Settings, device: Literal["cuda", "cpu"], vllm_vers
         )
 
 
+def check_device_knobs(settings: Settings, device: Literal["cuda", "cpu"]) -> None:
+    """Raises UsageError for a knob that this device would ignore or cannot honour; a card honours all of them."""
+    if device == "cuda":
+        return
+    set_for_a_card = {
+        "TENSOR_PARALLEL": settings.tensor_parallel if settings.tensor_parallel > 1 else None,
+        "NVFP4_BACKEND": settings.nvfp4_backend if settings.nvfp4_backend not in ("auto", "stock") else None,
+        "GDN_PREFILL": settings.gdn_prefill if settings.gdn_prefill == "flashinfer" else None,
+        "GPU_MEMORY_UTILIZATION": settings.gpu_memory_utilization,
+    }
+    for name, value in set_for_a_card.items():
+        if value is not None:
+            raise UsageError(f"{name}={value} needs a card and this run is on the CPU", do=f"Unset {name}.")
+    memory_gib = psutil.virtual_memory().total / GIB
+    if settings.cpu_kv_cache_gib > memory_gib:
+        raise UsageError(
+            "CPU_KV_CACHE_GIB",
+            seen=f"{settings.cpu_kv_cache_gib:g}",
+            expected=f"less than this machine's memory, {memory_gib:.1f} GiB",
+            do="Lower it; the weights need room too.",
+        )
+
+
 def is_loopback(host: str) -> bool:
     """True for `localhost` and loopback addresses. Raises UsageError for what is neither a name nor an address."""
     if host.lower() == "localhost":
@@ -118,7 +144,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"{path} cannot be read ({error})", do="Point MODEL at a complete checkpoint folder."
         ) from None
