@@ -92,6 +92,7 @@ def test_resolve_model_unusable_name_is_one_short_sentence(given: str) -> None:
         resolve_model(given)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 400
+    assert ".." not in str(caught.value)
     assert len(caught.value.seen or "") <= 60
 
 

@@ -321,7 +321,7 @@ def resolve_model(given: str) -> ModelRef:
             return ModelRef(given=text, path=_checked_folder(path))
     except (OSError, ValueError, RuntimeError) as error:  # too long, not allowed, NUL, ~user without a home
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise _unknown(given, do=f"As a path: {reason}.") from None
+        raise _unknown(given, do=f"As a path: {reason.rstrip(".")}.") from None
     if _HUB_ID.fullmatch(text) and ".." not in text:
         return ModelRef(given=text, repo=text)
     near = get_close_matches(text.lower(), MODEL_NAMES, n=1)
