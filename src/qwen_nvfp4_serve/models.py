@@ -320,8 +320,8 @@ def resolve_model(given: str) -> ModelRef:
         if text and (path.is_dir() or text.startswith(("/", ".", "~"))):
             return ModelRef(given=text, path=_checked_folder(path))
     except (OSError, ValueError, RuntimeError) as error:  # too long, not allowed, NUL, ~user without a home
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise _unknown(given, do=f"As a path: {reason.rstrip(".")}.") from None
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error).rstrip(".")
+        raise _unknown(given, do=f"As a path: {reason}.") from None
     if _HUB_ID.fullmatch(text) and ".." not in text:
         return ModelRef(given=text, repo=text)
     near = get_close_matches(text.lower(), MODEL_NAMES, n=1)
