@@ -69,6 +69,7 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     preflight.check_build(device, preflight.installed_kind())
     vllm_version = preflight.check_version(device)
     preflight.check_exposure(settings, device, vllm_version)
+    preflight.check_device_knobs(settings, device)
     preflight.check_plugin()
     ref = resolve_model(settings.model or (GPU_DEFAULT if device == "cuda" else CPU_DEFAULT))
     model = locate(ref, settings)

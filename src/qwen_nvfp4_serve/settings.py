@@ -217,8 +217,8 @@ def load_settings(
     given = {**from_file, **{k: v for k, v in environ.items() if k in names}}
     returns = [key for key, value in given.items() if value.endswith("\r")]
     if env_file and env_file.exists() and b"\r\n" in env_file.read_bytes():
-        returns.append(env_file.name)
-    notices = [f"{name}: stripped trailing carriage returns (saved on Windows?)" for name in returns]
+        returns += [key for key in from_file if key not in returns]
+    notices = [f"{', '.join(returns)}: stripped trailing carriage returns (saved on Windows?)"] if returns else []
     given = {key: value.strip() for key, value in given.items() if key in names and value.strip()}
     given |= read_secret_files(given)
     values: dict[str, Any] = {"_secrets_dir": SECRETS_DIR if SECRETS_DIR.is_dir() else None, **given}

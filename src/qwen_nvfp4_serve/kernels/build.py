@@ -88,7 +88,7 @@ def build(
         command = compile_command(library, compiler, fresh, cards)
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         if done.returncode:
-            raise QwenNvfp4Error(f"compiling {library.name}", seen="\n".join(done.stderr.splitlines()[-20:]))
+            raise QwenNvfp4Error(f"compiling {library.name}", output="\n".join(done.stderr.splitlines()[-20:]))
         os.replace(fresh, target)
     return target
 
