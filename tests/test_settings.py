@@ -75,7 +75,9 @@ def test_load_settings_file_of_windows_is_read(env_file: Path, newline: str) -> 
     env_file.write_bytes(b"\xef\xbb\xbf" + f"GPU_MEMORY_UTILIZATION=0.94{newline}PORT=8001{newline}".encode())
     loaded = load_settings(env_file, {})
     assert (loaded.settings.gpu_memory_utilization, loaded.settings.port) == (0.94, 8001)
-    assert ["GPU_MEMORY_UTILIZATION, PORT" in notice for notice in loaded.notices] == ([True] if newline == "\r\n" else [])
+    assert ["GPU_MEMORY_UTILIZATION, PORT" in notice for notice in loaded.notices] == (
+        [True] if newline == "\r\n" else []
+    )
 
 
 def test_load_settings_carriage_return_from_the_environment_is_stripped_with_a_notice() -> None:
