@@ -8,6 +8,7 @@ import sys
 from importlib import metadata
 
 from qwen_nvfp4_patches import (
+    cpu_compiled_reload,
     cpu_fp8_linear,
     cpu_mtp_state,
     cpu_nvfp4_linear,
@@ -30,6 +31,7 @@ PATCHES: tuple[Patch, ...] = (
     cpu_nvfp4_moe.PATCH,
     fused_scales.PATCH,
     cpu_fp8_linear.PATCH,
+    cpu_compiled_reload.PATCH,
     cpu_mtp_state.PATCH,
     cpu_seeded_prefill.PATCH,
     cpu_one_token_prompt.PATCH,
