@@ -138,6 +138,17 @@ def test_sigterm_with_a_stream_open_leaves_no_process_and_no_port(tmp_path: Path
     assert not reader.is_alive()
 
 
+def test_second_start_loads_what_the_first_one_compiled(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++: nothing is compiled")
+    env = {"ENFORCE_EAGER": "0", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
+    for log in ("first", "second"):
+        with serve(tmp_path, **env) as served:
+            text = served.log
+        assert ("Directly load AOT compilation" in text) is (log == "second")
+        assert "load failure" not in text
+
+
 def test_server_without_a_compiler_answers_eagerly_with_one_warning(tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
