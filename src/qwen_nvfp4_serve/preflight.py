@@ -16,7 +16,7 @@ from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageE
 from qwen_nvfp4_serve.launch import PLUGIN
 from qwen_nvfp4_serve.settings import Settings
 from qwen_nvfp4_serve.units import GIB
-from qwen_nvfp4_serve.versions import GPU_WINDOW, VLLM_CPU, VLLM_GPU, check_vllm
+from qwen_nvfp4_serve.versions import GPU_WINDOW, VLLM_CPU, VLLM_GPU, check_vllm, installed_vllm
 
 # Routes that answer without a key even when one is set (vLLM 0.33: --api-key guards /v1, /v2, /inference and /cohere).
 OPEN_ROUTES = (
@@ -24,14 +24,6 @@ OPEN_ROUTES = (
 )
 PLUGIN_GROUP = "vllm.general_plugins"
 CHECKS_GROUP = "qwen_nvfp4.patch_checks"  # how we ask our patches without importing them
-
-
-def installed_vllm() -> str | None:
-    """Version of the installed vLLM, GPU or CPU distribution; None when there is none."""
-    for name in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(PackageNotFoundError):
-            return version(name)
-    return None
 
 
 def installed_kind() -> Literal["cuda", "cpu"] | None:

