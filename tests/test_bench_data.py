@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from random import Random
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.bench_results import made_result
+from tokenizers import Tokenizer
 
+import qwen_nvfp4_serve
 from qwen_nvfp4_serve.bench.machine import CARD_FIELDS, describe_machine, parse_cards
 from qwen_nvfp4_serve.bench.prompts import LEAD, WORDS, Prompt, Vocabulary, learn_vocabulary
 from qwen_nvfp4_serve.bench.published import figure, published
@@ -22,7 +25,13 @@ from qwen_nvfp4_serve.bench.statistics import peak, spread
 from qwen_nvfp4_serve.bench.workload import Workload, cases, check_workload
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.gpus import match_gpu
+from qwen_nvfp4_serve.synthetic.tokenizer import tokenizer_json
 
+_REFERENCE = Path(qwen_nvfp4_serve.__file__).parent / "data" / "reference" / "tokenizer.json"
+_TOKENIZERS = {
+    "reference": lambda: Tokenizer.from_file(str(_REFERENCE)),
+    "generated": lambda: Tokenizer.from_str(json.dumps(tokenizer_json(1024))),
+}
 USAGE = {"prompt_tokens": 5, "completion_tokens": 3}
 
 KEYS = ("choices", "usage", "error", "text", "delta", "content", "prompt_tokens", "completion_tokens", "cached_tokens")
@@ -128,6 +137,40 @@ def test_vocabulary_prompt_costs_what_was_asked(depth: int, tokens: int, dearest
     assert sum(costs[word] for word in words) == depth + tokens - (7 if depth else 4)
 
 
+@pytest.mark.parametrize("costs", [(2, 5, 8), (5, 6, 7), (4, 9)])
+def test_vocabulary_without_a_word_of_one_token_still_costs_what_was_asked(costs: tuple[int, ...]) -> None:
+    priced = {word: costs[index % len(costs)] for index, word in enumerate(WORDS)}
+    vocabulary = Vocabulary(costs=priced, overhead=4, overhead_with_context=7)
+    for seed in range(100):
+        prompt = vocabulary.prompt(0, 128, seed=f"{seed}", fresh=f"{seed} fresh")
+        assert sum(priced[word] for word in prompt.text().split() if word != LEAD) == 124
+
+
+def test_vocabulary_of_even_costs_comes_nearest_below() -> None:
+    vocabulary = Vocabulary(costs={"a": 4, "b": 6}, overhead=0, overhead_with_context=0)
+    assert sum({"a": 4, "b": 6}[word] for word in vocabulary.words(Random(1), 101).split()) == 100
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("kind", ["reference", "generated"])
+def test_vocabulary_of_a_real_tokenizer_gives_prompts_of_the_asked_length(kind: str, chat: bool) -> None:
+    tokenizer = _TOKENIZERS[kind]()
+
+    def tokens(prompt: Prompt) -> int:
+        if not chat:
+            return len(tokenizer.encode(prompt.text()).ids)
+        turns = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in prompt.messages())
+        return len(tokenizer.encode(turns + "<|im_start|>assistant\n").ids)
+
+    async def count(prompt: Prompt) -> int:
+        return tokens(prompt)
+
+    vocabulary = asyncio.run(learn_vocabulary(count))
+    for seed in range(60):
+        for depth, length in ((0, 128), (256, 128), (101, 67)):
+            assert tokens(vocabulary.prompt(depth, length, seed=f"{seed}", fresh=f"{seed} fresh")) == depth + length
+
+
 def test_words_are_different_and_enough() -> None:
     assert len(set(WORDS)) == len(WORDS) == 128
 
@@ -137,8 +180,6 @@ async def _count_badly(prompt: Prompt) -> int:
 
 
 def test_learn_vocabulary_of_a_server_that_always_says_seven_is_refused() -> None:
-    import asyncio
-
     with pytest.raises(QwenNvfp4Error, match="prompt lengths cannot be calibrated"):
         asyncio.run(learn_vocabulary(_count_badly))
 

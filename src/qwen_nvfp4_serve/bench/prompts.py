@@ -6,8 +6,9 @@ the tokens of a text are an overhead plus a cost per word; both are asked of the
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from math import gcd
 from random import Random
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
@@ -44,6 +45,32 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Sums:
+    """The totals that words of given costs can add up to.
+
+    free: from here on, every multiple of `divisor`. Schur's bound on the largest total out of reach is below the
+    product of the least and the largest cost.
+    """
+
+    below: frozenset[int]
+    free: int
+    divisor: int
+    dearest: int
+
+    @classmethod
+    def of(cls, costs: Collection[int]) -> _Sums:
+        free = min(costs) * max(costs)
+        below = {0}
+        for total in range(1, free):
+            if any(total - cost in below for cost in set(costs)):
+                below.add(total)
+        return cls(below=frozenset(below), free=free, divisor=gcd(*costs), dearest=max(costs))
+
+    def __contains__(self, total: int) -> bool:
+        return total % self.divisor == 0 if total >= self.free else total in self.below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
     """Words with their cost in tokens, and what a request costs without any word, with and without a context."""
 
@@ -51,23 +78,24 @@ class Vocabulary:
     overhead: int
     overhead_with_context: int
 
-    def words(self, rng: Random, tokens: int, first: tuple[str, ...] = ()) -> str:
-        """Words worth `tokens` (or the nearest below that the costs allow), each after a space; `first` lead."""
+    def words(self, rng: Random, tokens: int, fresh: Random | None = None) -> str:
+        """Words worth `tokens` (or the nearest below that costs can sum to), each after a space.
+
+        fresh: draws the first words instead of `rng`.
+        """
+        sums = _Sums.of(self.costs.values())
+        pool = list(self.costs)
+        left = next((total for total in range(tokens, 0, -1) if total in sums), 0)
         chosen: list[str] = []
-        left = tokens
-        for word in first:
-            if self.costs[word] <= left:
-                chosen.append(word)
-                left -= self.costs[word]
-        pool, dearest = list(self.costs), max(self.costs.values())
-        while left >= dearest:
-            more = rng.choices(pool, k=left // dearest)
+        while left:
+            source = fresh if fresh is not None and len(chosen) < FRESH_WORDS else rng
+            open_to_all = (left - sums.free) // sums.dearest
+            if open_to_all > 0:
+                more = source.choices(pool, k=open_to_all if source is rng else 1)
+            else:
+                more = [source.choice([word for word in pool if left - self.costs[word] in sums])]
             chosen += more
             left -= sum(self.costs[word] for word in more)
-        for word in sorted(pool, key=lambda word: -self.costs[word]):
-            while left >= self.costs[word]:
-                chosen.append(word)
-                left -= self.costs[word]
         return "".join(f" {word}" for word in chosen)
 
     def prompt(self, depth: int, prompt: int, *, seed: str, fresh: str | None) -> Prompt:
@@ -76,8 +104,7 @@ class Vocabulary:
         fresh: what makes the beginning unlike any other; None to leave it as the seed makes it.
         """
         rng = Random(seed)
-        pool = sorted(self.costs)
-        first = tuple(Random(fresh).choices(pool, k=FRESH_WORDS)) if fresh is not None else ()
+        first = Random(fresh) if fresh is not None else None
         if not depth:
             return Prompt(context="", prompt=LEAD + self.words(rng, prompt - self.overhead, first))
         context = LEAD + self.words(rng, depth - self.overhead_with_context, first)
@@ -94,19 +121,24 @@ async def learn_vocabulary(count: Count) -> Vocabulary:
     """
     bare = Prompt(context="", prompt=LEAD)
     overhead = await count(bare)
-    with_context = await count(Prompt(context=LEAD, prompt="\n" + LEAD))
     everything = await count(Prompt(context="", prompt=LEAD + "".join(f" {word}" for word in WORDS)))
     if everything == overhead + len(WORDS):
-        return Vocabulary(costs=dict.fromkeys(WORDS, 1), overhead=overhead, overhead_with_context=with_context)
-    costs: dict[str, int] = {}
-    for word in WORDS:
-        total = await count(Prompt(context="", prompt=LEAD + f" {word}" * REPEATS)) - overhead
-        if total > 0 and total % REPEATS == 0:
-            costs[word] = total // REPEATS
+        costs = dict.fromkeys(WORDS, 1)
+    else:
+        costs = {word: cost for word in WORDS if (cost := await _cost(count, word, overhead)) is not None}
     if not costs:
         raise QwenNvfp4Error(
             "prompt lengths cannot be calibrated",
             seen=f"{everything} tokens for {len(WORDS)} words and no steady cost per word",
             expected="a server whose token counts grow with the text",
         )
+    # A word stands before the line break, as in every prompt: a break may merge with a lead-in's colon.
+    word = next(iter(costs))
+    with_context = await count(Prompt(context=f"{LEAD} {word}", prompt="\n" + LEAD)) - costs[word]
     return Vocabulary(costs=costs, overhead=overhead, overhead_with_context=with_context)
+
+
+async def _cost(count: Count, word: str, overhead: int) -> int | None:
+    """Tokens of `word` after a space; None where it has no cost of its own."""
+    total = await count(Prompt(context="", prompt=LEAD + f" {word}" * REPEATS)) - overhead
+    return total // REPEATS if total > 0 and total % REPEATS == 0 else None
