@@ -1,18 +1,36 @@
-"""Does a running server answer as an OpenAI endpoint should? Nine small checks, right requests and wrong ones."""
+"""Does a running server answer as an OpenAI endpoint should? Small checks, right requests and wrong ones.
+
+A reference model is asked what it answers exactly; any other model, what every capable model answers.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 
-from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
+from qwen_nvfp4_serve.reference import (
+    Given,
+    KnownAnswer,
+    given,
+    joined,
+    one_of_each,
+    read_answers,
+    ready_answer,
+    served_folder,
+)
 
 REQUEST_TIMEOUT_S = 120.0
+AT_ONCE = 16
+CAPITAL, PARIS = "What is the capital of France? Answer with one word.", "paris"
+COUNTING, NEXT = "1, 2, 3,", "4"
 WEATHER_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -35,12 +53,16 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The endpoint under test. base_url ends in /v1; `model` is the id the server itself names first."""
+    """The endpoint under test. base_url ends in /v1; `model` is the id the server itself names first.
+
+    known: what the model is known to answer, none unless it is a reference model.
+    """
 
     base_url: str
     api_key: str | None
     model: str
     max_model_len: int
+    known: tuple[KnownAnswer, ...] = ()
 
     def client(self) -> openai.OpenAI:
         """An openai client that does not retry: a failure is to be seen."""
@@ -56,16 +78,24 @@ class Server:
         )
 
 
-def connect(base_url: str, api_key: str | None) -> Server:
-    """The server at `base_url` (with or without /v1). Raises QwenNvfp4Error when nothing there lists a model."""
+def connect(base_url: str, api_key: str | None, model: str | None = None) -> Server:
+    """The server at `base_url` (with or without /v1). model: which of its models, None for the first.
+
+    Raises QwenNvfp4Error when nothing there lists a model, UsageError when `model` is not among those listed.
+    """
     url = base_url.rstrip("/")
     url = url if url.endswith("/v1") else f"{url}/v1"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx.get(f"{url}/models", headers=headers, timeout=10.0, trust_env=False)
         answer.raise_for_status()
-        row = answer.json()["data"][0]
-        return Server(url, api_key, str(row["id"]), int(row.get("max_model_len") or 0))
+        rows = answer.json()["data"]
+        row = rows[0] if model is None else next((row for row in rows if row["id"] == model), None)
+        if row is None:
+            listed = ", ".join(str(row["id"]) for row in rows) or "no model"
+            raise UsageError(f"--model {model}", seen=f"{url} serves {listed}", expected="one of those")
+        length = int(row.get("max_model_len") or 0)
+        return Server(url, api_key, str(row["id"]), length, _known(row.get("root"), length, answers))
     except httpx.HTTPStatusError as error:
         hint = (
             "Set VLLM_API_KEY to the server's key." if error.response.status_code == httpx.codes.UNAUTHORIZED else None
@@ -80,9 +110,15 @@ def connect(base_url: str, api_key: str | None) -> Server:
         ) from None
 
 
+def _known(root: str | None, max_model_len: int, answers: Path | None) -> tuple[KnownAnswer, ...]:
+    folder = answers or served_folder(root)
+    return one_of_each(read_answers(folder), max_model_len) if folder else ()
+
+
 def run_checks(server: Server) -> tuple[Check, ...]:
     """Every check in order; a check that raises counts as failed, with its reason."""
-    return tuple(_timed(name, check, server) for name, check in CHECKS.items())
+    checks = CHECKS | (KNOWN_CHECKS if server.known else {})
+    return tuple(_timed(name, check, server) for name, check in checks.items())
 
 
 def _timed(name: str, check: Callable[[Server], str], server: Server) -> Check:
@@ -113,12 +149,14 @@ def _models(server: Server) -> str:
 
 def _chat(server: Server) -> str:
     answer = server.client().chat.completions.create(
-        model=server.model, messages=[{"role": "user", "content": "Say hello."}], max_tokens=16, temperature=0
-    )
-    usage = answer.usage
+        model=server.model, messages=[{"role": "user", "content": CAPITAL}], max_tokens=16, temperature=0,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )  # fmt: skip
+    usage, text = answer.usage, answer.choices[0].message.content or ""
     _expect(usage is not None and 1 <= usage.completion_tokens <= 16, f"usage {usage}")
     _expect(answer.choices[0].finish_reason in ("stop", "length"), f"finish_reason {answer.choices[0].finish_reason}")
-    return f"{usage.completion_tokens if usage else 0} tokens, {answer.choices[0].finish_reason}"
+    _expect(PARIS in text.lower(), f"{text!r}, expected {PARIS}")
+    return f"{text.strip()!r}, {usage.completion_tokens if usage else 0} tokens"
 
 
 def _stream(server: Server) -> str:
@@ -135,8 +173,10 @@ def _stream(server: Server) -> str:
 
 
 def _completions(server: Server) -> str:
-    answer = server.client().completions.create(model=server.model, prompt="1, 2, 3,", max_tokens=8, temperature=0)
+    answer = server.client().completions.create(model=server.model, prompt=COUNTING, max_tokens=8, temperature=0)
+    text = answer.choices[0].text
     _expect(answer.usage is not None and answer.usage.completion_tokens >= 1, "no tokens")
+    _expect(bool(server.known) or NEXT in text, f"{COUNTING!r} goes on with {text!r}, expected {NEXT}")
     return f"{answer.usage.completion_tokens if answer.usage else 0} tokens"
 
 
@@ -185,4 +225,70 @@ CHECKS: dict[str, Callable[[Server], str]] = {
     "wrong model is 404": _wrong_model,
     "broken JSON is 400": _broken_json,
     "over-long prompt is 400": _too_long,
+}
+
+
+def ask(server: Server, known: KnownAnswer) -> Given:
+    """What the server answers to a known question."""
+    return given(_completed(server, known)["choices"][0]["message"])
+
+
+def ask_streamed(server: Server, known: KnownAnswer) -> Given:
+    """The same, streamed and put together."""
+    body = known.body(server.model)
+    extra = {"chat_template_kwargs": body.pop("chat_template_kwargs")}
+    chunks = server.client().chat.completions.create(**body, extra_body=extra, stream=True)
+    deltas = [chunk.choices[0].delta.model_dump() for chunk in chunks if chunk.choices]
+    return given(joined(deltas))
+
+
+def _completed(server: Server, known: KnownAnswer) -> Mapping[str, Any]:
+    body = known.body(server.model)
+    extra = {"chat_template_kwargs": body.pop("chat_template_kwargs")}
+    answer: dict[str, Any] = server.client().chat.completions.create(**body, extra_body=extra).model_dump()
+    return answer
+
+
+def _exact(known: KnownAnswer, seen: Given) -> str:
+    _expect(seen == known.expected, f"{known.id}: {seen.shown()}, expected {known.expected.shown()}")
+    return f"{known.id}: {seen.shown()}"
+
+
+def _known_answer(server: Server) -> str:
+    known = ready_answer(server.known)
+    _expect(known is not None, "no plain question fits into the context")
+    return _exact(known, ask(server, known)) if known else ""
+
+
+def _known_stream(server: Server) -> str:
+    known = min((one for one in server.known if one.thinks and not one.tools), key=lambda one: one.chars)
+    return _exact(known, ask_streamed(server, known))
+
+
+def _known_call(server: Server) -> str:
+    known = min((one for one in server.known if one.expected.calls), key=lambda one: one.chars)
+    answer = _completed(server, known)["choices"][0]
+    _expect(answer["finish_reason"] == "tool_calls", f"finish_reason {answer['finish_reason']}")
+    return _exact(known, given(answer["message"]))
+
+
+def _known_at_once(server: Server) -> str:
+    def wrong(known: KnownAnswer) -> str | None:
+        try:
+            _exact(known, ask(server, known))
+        except Exception as error:
+            return f"{error}"
+        return None
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        faults = [fault for fault in pool.map(wrong, server.known) if fault]
+    _expect(not faults, f"{len(faults)} of {len(server.known)} wrong, the first: {'; '.join(faults[:1])}")
+    return f"all {len(server.known)} right"
+
+
+KNOWN_CHECKS: dict[str, Callable[[Server], str]] = {
+    "chat": _known_answer,
+    "streaming with thinking": _known_stream,
+    "tool request": _known_call,
+    "known answers at once": _known_at_once,
 }

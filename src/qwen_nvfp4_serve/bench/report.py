@@ -14,11 +14,13 @@ from qwen_nvfp4_serve.bench.rows import HEADERS, cell, settings_rows, table_rows
 def markdown(result: Result, charts: Sequence[Path] = (), against: Sequence[Published] = ()) -> str:
     """The whole page: table, failures, goodput, published figures, settings, charts (by file name)."""
     parts = [f"# {result.label}\n", "" if result.complete else "**Interrupted: some cases are missing.**\n"]
-    parts.append(_table(HEADERS, [(row.test, *row.cells) for row in table_rows(result)], right=len(HEADERS) - 1))
+    parts.append(
+        markdown_table(HEADERS, [(row.test, *row.cells) for row in table_rows(result)], right=len(HEADERS) - 1)
+    )
     parts.append(f"Median ± standard deviation. Measured on: **{result.card}**.\n")
     parts += [_failures(result), _goodput(result), _published(result, against)]
     parts += [f"![{chart.stem}]({chart.name})\n" for chart in charts]
-    parts += ["## Settings\n", _table(("setting", "value"), settings_rows(result))]
+    parts += ["## Settings\n", markdown_table(("setting", "value"), settings_rows(result))]
     if result.server.kernels:
         parts.append(
             "Kernels named in the server's log:\n\n" + "\n".join(f"- `{line}`" for line in result.server.kernels)
@@ -32,7 +34,7 @@ def _failures(result: Result) -> str:
     warm = sum(len(case.warmup_failures) for case in result.cases)
     notes = [f"{len(failures)} of {total} measured requests failed" + (f", {warm} in warm-up" if warm else "") + "."]
     counts = Counter((failure.kind, failure.detail) for failure in failures)
-    notes += [f"- {count} x {kind}: {_escape(detail)}" for (kind, detail), count in counts.most_common()]
+    notes += [f"- {count} x {kind}: {one_cell(detail)}" for (kind, detail), count in counts.most_common()]
     notes += _short_answers(result)
     return "\n".join(notes) + "\n"
 
@@ -68,7 +70,7 @@ def _goodput(result: Result) -> str:
         if limit is not None
     ]
     head = f"## Goodput within {', '.join(limits)}\n\n"
-    return head + _table(("case", "good", "good requests/s"), rows, right=2)
+    return head + markdown_table(("case", "good", "good requests/s"), rows, right=2)
 
 
 def _published(result: Result, against: Sequence[Published]) -> str:
@@ -87,14 +89,16 @@ def _published(result: Result, against: Sequence[Published]) -> str:
             what = f"{entry.title}: {figure.test} {figure.where}"
             rows.append((what, f"{figure.tokens_per_s:,.10g}", entry.card, entry.measured_by, entry.note))
     head = "## Beside figures that others published\n\nNot measured by this project, and on the card named.\n\n"
-    return head + _table(("test", "t/s", "card", "measured by", "note"), rows)
+    return head + markdown_table(("test", "t/s", "card", "measured by", "note"), rows)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 0) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 0) -> str:
+    """A Markdown table; the last `right` columns are numbers."""
     marks = [":--"] * (len(head) - right) + ["--:"] * right
-    lines = [head, marks, *([_escape(cell) for cell in row] for row in rows)]
+    lines = [head, marks, *([one_cell(cell) for cell in row] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def _escape(text: str) -> str:
+def one_cell(text: str) -> str:
+    """`text` in one line that does not end a table cell."""
     return " ".join(text.split()).replace("|", "\\|")

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
+from qwen_nvfp4_serve.bench.files import read_record, write_whole
 from qwen_nvfp4_serve.bench.machine import Machine
 from qwen_nvfp4_serve.bench.samples import Failure
 from qwen_nvfp4_serve.bench.statistics import Batch, Goodput, Metrics
 from qwen_nvfp4_serve.bench.workload import Case, Workload
-from qwen_nvfp4_serve.errors import UsageError
 
 FORMAT: Final = "qwen-nvfp4-bench/1"
 
@@ -114,32 +112,10 @@ def dump_result(result: Result) -> bytes:
 
 
 def write_result(path: Path, result: Result) -> None:
-    """Writes the whole file or nothing: it appears under its name only when it is on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as sink:
-            sink.write(dump_result(result))
-            sink.flush()
-            os.fsync(sink.fileno())
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """Writes the whole file or nothing."""
+    write_whole(path, dump_result(result))
 
 
 def read_result(path: Path) -> Result:
     """The result in a file, or in the `result.json` of a folder. Raises UsageError saying what is wrong with it."""
-    file = path / "result.json" if path.is_dir() else path
-    try:
-        return _ADAPTER.validate_json(file.read_bytes(), strict=True)
-    except OSError as error:
-        raise UsageError(
-            f"result {file}", seen=error.strerror, expected="a file that `qwen-nvfp4 bench` wrote"
-        ) from None
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        expected = "a file that `qwen-nvfp4 bench` wrote"
-        raise UsageError(f"result {file}", seen=f"{where}: {first['msg']}", expected=expected) from None
+    return read_record(_ADAPTER, path / "result.json" if path.is_dir() else path, "qwen-nvfp4 bench")

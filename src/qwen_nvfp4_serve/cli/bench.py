@@ -7,7 +7,6 @@ import secrets
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import typer
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 RESULT, INTERRUPTED, PAGE = "result.json", "interrupted.json", "README.md"
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
-LOOPBACK = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 group = typer.Typer(invoke_without_command=True)
 
@@ -88,10 +86,10 @@ def bench(
 
     workload = Workload(
         endpoint=endpoint.value,
-        depths=_numbers("--depth", depth),
-        prompts=_numbers("--prompt", prompt),
-        generates=_numbers("--generate", generate),
-        concurrencies=_numbers("--concurrency", concurrency),
+        depths=numbers("--depth", depth),
+        prompts=numbers("--prompt", prompt),
+        generates=numbers("--generate", generate),
+        concurrencies=numbers("--concurrency", concurrency),
         runs=runs,
         warmup_runs=warmup,
         seed=seed,
@@ -183,8 +181,8 @@ def engine(
     spec = EngineSpec(
         model_folder=str(folder.resolve()),
         configurations=configurations,
-        streams=_numbers("--streams", streams),
-        prefills=_numbers("--prefill", prefill),
+        streams=numbers("--streams", streams),
+        prefills=numbers("--prefill", prefill),
         rounds=rounds,
         profile_tokens=profile,
     )
@@ -225,7 +223,8 @@ def schema() -> None:
     typer.echo(json.dumps(result_schema(), indent=1))
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """The numbers of an option like `0,4096`. Raises UsageError naming the option."""
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -252,6 +251,7 @@ def _connect(base_url: str, env_file: Path) -> Server:
 def _order(
     workload: Workload, server: Server, *, label: str, card: str | None, server_log: Path | None, plan: Path | None
 ) -> Order:
+    from qwen_nvfp4_serve.bench.machine import is_remote
     from qwen_nvfp4_serve.bench.runner import Order
     from qwen_nvfp4_serve.bench.server import describe_server
 
@@ -261,7 +261,7 @@ def _order(
         api_key=server.api_key,
         nonce=secrets.token_hex(8),
         label=label,
-        remote=urlsplit(server.base_url).hostname not in LOOPBACK,
+        remote=is_remote(server.base_url),
         card_name=card,
     )
 

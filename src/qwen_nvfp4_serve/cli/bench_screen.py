@@ -5,23 +5,32 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
 if TYPE_CHECKING:
     from qwen_nvfp4_serve.bench.engine import EngineSpec
     from qwen_nvfp4_serve.bench.result import Result
-    from qwen_nvfp4_serve.bench.runner import Order
+    from qwen_nvfp4_serve.bench.runner import Order, Step
     from qwen_nvfp4_serve.planner import PlanModel
 
 PAGE_ONLY = ("peak t/s (req)", "ttfr (ms)", "est_ppt (ms)")  # columns too many for a terminal
 PIPE_WIDTH = 120
+Found = TypeVar("Found")
 
 
 def run_with_progress(order: Order) -> Result:
     """Runs the benchmark under a progress bar on standard error."""
+    from qwen_nvfp4_serve.bench.runner import run_bench
+
+    return under_progress(lambda observe: run_bench(order, observe))
+
+
+def under_progress(work: Callable[[Callable[[Step], None]], Found]) -> Found:
+    """What `work` returns; it is given a function that moves a progress bar on standard error."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -30,8 +39,6 @@ def run_with_progress(order: Order) -> Result:
         TimeElapsedColumn,
         TimeRemainingColumn,
     )
-
-    from qwen_nvfp4_serve.bench.runner import Step, run_bench
 
     columns = (
         BarColumn(),
@@ -47,7 +54,7 @@ def run_with_progress(order: Order) -> Result:
             failed = f"  [red]{step.failures} failed[/]" if step.failures else ""
             progress.update(task, total=step.total, completed=step.done, description=step.doing + failed)
 
-        return run_bench(order, observe)
+        return work(observe)
 
 
 def show_result(result: Result, console: Console) -> None:

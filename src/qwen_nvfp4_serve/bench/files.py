@@ -1,0 +1,43 @@
+"""Result files: they appear whole or not at all, and what is read back is checked against its record."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from qwen_nvfp4_serve.errors import UsageError
+
+Record = TypeVar("Record")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes the whole file or nothing: it appears under its name only when it is on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as sink:
+            sink.write(data)
+            sink.flush()
+            os.fsync(sink.fileno())
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read_record(adapter: TypeAdapter[Record], file: Path, command: str) -> Record:
+    """The record in a JSON file that `command` wrote. Raises UsageError saying what is wrong with it."""
+    expected = f"a file that `{command}` wrote"
+    try:
+        return adapter.validate_json(file.read_bytes(), strict=True)
+    except OSError as error:
+        raise UsageError(f"result {file}", seen=error.strerror, expected=expected) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UsageError(f"result {file}", seen=f"{where}: {first['msg']}", expected=expected) from None
