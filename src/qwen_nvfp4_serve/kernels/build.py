@@ -28,7 +28,10 @@ FLAGS = ("-O3", "-std=c++17", "-cudart=static", "--compiler-options=-fPIC")
 
 @dataclass(frozen=True, slots=True)
 class KernelLibrary:
-    """One shared library: its name and its sources, the first of which is compiled and includes the rest."""
+    """One shared library: its name and its sources, the first of which is compiled and includes the rest.
+
+    sources: relative to folder; headers of another library may be among them.
+    """
 
     name: str
     folder: Path
@@ -47,9 +50,16 @@ class KernelLibrary:
         return f"{self.name}-{self.digest()}-{suffix}.so"
 
 
-NVFP4_LINEAR = KernelLibrary("nvfp4_linear", HERE / "nvfp4_linear" / "csrc", ("linear.cu", "linear.h", "layout.cuh"))
+NVFP4_LINEAR = KernelLibrary(
+    "nvfp4_linear", HERE / "nvfp4_linear" / "csrc", ("linear.cu", "linear.h", "layout.cuh", "device.cuh")
+)
+NVFP4_MOE = KernelLibrary(
+    "nvfp4_moe",
+    HERE / "nvfp4_moe" / "csrc",
+    ("moe.cu", "moe.h", "plan.cuh", "../../nvfp4_linear/csrc/layout.cuh", "../../nvfp4_linear/csrc/device.cuh"),
+)
 READ_STREAM = KernelLibrary("read_stream", HERE / "nvfp4_linear" / "csrc", ("read_stream.cu",))
-LIBRARIES = (NVFP4_LINEAR,)
+LIBRARIES = (NVFP4_LINEAR, NVFP4_MOE)
 
 
 def compile_command(library: KernelLibrary, nvcc: str, target: Path, cards: Sequence[str] = CARDS) -> list[str]:

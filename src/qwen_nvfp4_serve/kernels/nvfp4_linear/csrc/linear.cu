@@ -3,6 +3,7 @@
 // The work is row blocks x steps of 128 or 256 columns, dealt out evenly: CTA c takes steps [T c / G, T (c + 1) / G) of
 // the flattened list, so it owns whole row blocks, or parts of them. Parts go to `partial`; the CTA that completes a row
 // block adds them in the order of their columns, so the result does not depend on which one that was.
+#include "device.cuh"
 #include "layout.cuh"
 #include "linear.h"
 
@@ -37,36 +38,6 @@ struct Params {
     int group_tiles;  // scale tiles along K
     int last_warp;    // of those that share the rows
 };
-
-__device__ __forceinline__ Word4 load_weights(const uint8_t* p) {
-    Word4 w;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w.v[0]), "=r"(w.v[1]), "=r"(w.v[2]), "=r"(w.v[3]) : "l"(p));
-    return w;
-}
-
-__device__ __forceinline__ void mma(float (&c)[4], Word4 a, uint32_t b0, uint32_t b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ void copy_async(void* shared, const void* global) {
-    const unsigned address = unsigned(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
-}
-
-// Programmatic dependent launch: wait for the kernel before us, or let the one after us start. Nothing before sm_90.
-__device__ __forceinline__ void wait_for_producer() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void release_dependents() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 // P: parts of K in a warp step. Tiles: MMA tiles of 8 / P tokens. StageSteps: steps of activations staged at once.
 template <int P, int Tiles, int Warps, int StageSteps>

@@ -1,0 +1,37 @@
+// What every kernel over NVFP4 weights does with the machine: loads, the MMA, and the launch ahead and behind.
+#pragma once
+#include "layout.cuh"
+
+namespace nvfp4 {
+
+__device__ __forceinline__ Word4 load_weights(const uint8_t* p) {
+    Word4 w;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.v[0]), "=r"(w.v[1]), "=r"(w.v[2]), "=r"(w.v[3]) : "l"(p));
+    return w;
+}
+
+__device__ __forceinline__ void mma(float (&c)[4], Word4 a, uint32_t b0, uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.v[0]), "r"(a.v[1]), "r"(a.v[2]), "r"(a.v[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ void copy_async(void* shared, const void* global) {
+    const unsigned address = unsigned(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+}
+
+// Programmatic dependent launch: wait for the kernel before us, or let the one after us start. Nothing before sm_90.
+__device__ __forceinline__ void wait_for_producer() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void release_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace nvfp4

@@ -1,0 +1,179 @@
+"""Launches on torch's current stream. No checks: the ops in `__init__` have made them."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels.nvfp4_moe import binding
+from qwen_nvfp4_serve.kernels.nvfp4_moe.weights import ExpertWeights, MoeDims
+
+# The router's count of CTAs that are done, one per device and stream. Calls on one stream follow each other.
+_arrived: dict[tuple[int, int], torch.Tensor] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What the router decided. ids: int32 [M, k]. weights: float32 [M, k]. shared_share: float32 [M] or None."""
+
+    ids: torch.Tensor
+    weights: torch.Tensor
+    shared_share: torch.Tensor | None
+
+
+def workspace_bytes(dims: MoeDims, tokens: int) -> int:
+    """Bytes that `moe_block` takes from torch's allocator during a call of `tokens` tokens, its result aside."""
+    intermediates = dims.top_k * dims.intermediate + (dims.shared_intermediate or 0)
+    return tokens * (2 * intermediates + 2 * dims.experts + 8 * dims.top_k + 4)
+
+
+def intermediate_buffer(
+    x: torch.Tensor, weights: ExpertWeights, top_k: int, shared: ExpertWeights | None
+) -> torch.Tensor:
+    """Room for h, bf16: M k rows of I, row token * k + rank, then the shared expert's M rows."""
+    elements = top_k * weights.intermediate + (0 if shared is None else shared.intermediate)
+    return torch.empty(x.shape[0] * elements, dtype=torch.bfloat16, device=x.device)
+
+
+def experts(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    y: torch.Tensor | None = None,
+    *,
+    shared: ExpertWeights | None = None,
+    shared_share: torch.Tensor | None = None,
+    intermediate: torch.Tensor | None = None,
+    dependent: bool = True,
+) -> torch.Tensor:
+    """Fills and returns y, bf16 [M, H] with rows at multiples of 8 elements, by default a new one.
+
+    x: bf16 [M, H], rows at multiples of 8 elements. shared_share: float32 [M], None for 1. intermediate: where h goes,
+    by default into memory of this call alone.
+    """
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
+    h = intermediate_buffer(x, weights, ids.shape[1], shared) if intermediate is None else intermediate
+    call = binding.MoeCall(
+        routed=_experts(weights),
+        shared=binding.Experts() if shared is None else _experts(shared),
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        ids=ids.data_ptr(),
+        weights=topk_weights.data_ptr(),
+        shared_share=None if shared_share is None else shared_share.data_ptr(),
+        intermediate=h.data_ptr(),
+        x_stride=x.stride(0),
+        y_stride=y.stride(0),
+        m=x.shape[0],
+        hidden=x.shape[1],
+        top_k=ids.shape[1],
+        dependent=int(dependent),
+    )
+    with torch.cuda.device(x.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        error = binding.library().nvfp4_moe_experts(ctypes.byref(call), stream)
+    binding.check(error, f"NVFP4 experts of {x.shape[0]} tokens, {weights.experts} of {weights.intermediate}")
+    return y
+
+
+def route(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    shared_gate: torch.Tensor | None,
+    *,
+    logits: torch.Tensor | None = None,
+    dependent: bool = True,
+) -> Choice:
+    """The election for x. logits: bf16 [M, E], filled with the router's product; memory of this call by default."""
+    shape = (x.shape[0], router.shape[0])
+    logits = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if logits is None else logits
+    choice = _choice(x, top_k, with_share=shared_gate is not None)
+    call = binding.RouteCall(
+        x=x.data_ptr(),
+        router=router.data_ptr(),
+        shared_gate=None if shared_gate is None else shared_gate.data_ptr(),
+        logits=logits.data_ptr(),
+        shared_share=None if choice.shared_share is None else choice.shared_share.data_ptr(),
+        arrived=_counter(x.device).data_ptr(),
+        x_stride=x.stride(0),
+        hidden=x.shape[1],
+        dependent=int(dependent),
+        **_election(choice, router.shape[0], renormalize),
+    )
+    _launch_route(call, x.device)
+    return choice
+
+
+def select(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and ids that the router would elect from these logits, bf16 [M, E]."""
+    choice = _choice(logits, top_k, with_share=False)
+    call = binding.RouteCall(logits=logits.data_ptr(), **_election(choice, logits.shape[1], renormalize))
+    _launch_route(call, logits.device)
+    return choice.weights, choice.ids
+
+
+def block(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    weights: ExpertWeights,
+    *,
+    top_k: int,
+    renormalize: bool,
+    shared: ExpertWeights | None,
+    gate: torch.Tensor | None,
+) -> torch.Tensor:
+    """The whole block's y, bf16 [M, H]."""
+    choice = route(x, router, top_k, renormalize, gate if shared is not None else None)
+    return experts(x, weights, choice.ids, choice.weights, shared=shared, shared_share=choice.shared_share)
+
+
+def _choice(like: torch.Tensor, top_k: int, *, with_share: bool) -> Choice:
+    shape = (like.shape[0], top_k)
+    return Choice(
+        ids=torch.empty(shape, dtype=torch.int32, device=like.device),
+        weights=torch.empty(shape, dtype=torch.float32, device=like.device),
+        shared_share=torch.empty(like.shape[0], dtype=torch.float32, device=like.device) if with_share else None,
+    )
+
+
+def _election(choice: Choice, experts: int, renormalize: bool) -> dict[str, int]:
+    return {
+        "ids": choice.ids.data_ptr(),
+        "weights": choice.weights.data_ptr(),
+        "m": choice.ids.shape[0],
+        "top_k": choice.ids.shape[1],
+        "experts": experts,
+        "renormalize": int(renormalize),
+    }
+
+
+def _launch_route(call: binding.RouteCall, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream().cuda_stream
+        error = binding.library().nvfp4_moe_route(ctypes.byref(call), stream)
+    binding.check(error, f"electing {call.top_k} of {call.experts} experts for {call.m} tokens")
+
+
+def _experts(weights: ExpertWeights) -> binding.Experts:
+    pointers = [tensor.data_ptr() for tensor in weights.tensors()]
+    return binding.Experts(*pointers, weights.experts, weights.intermediate)
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _arrived:
+        # Memory first allocated inside a capture belongs to that graph, and its zeroing would be part of it.
+        if torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "the router's counter",
+                seen="not there when a CUDA graph capture began",
+                do="Run the block once on the capture's stream before capturing.",
+            )
+        _arrived[key] = torch.zeros(1, dtype=torch.int32, device=device)
+    return _arrived[key]
