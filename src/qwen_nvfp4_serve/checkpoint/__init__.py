@@ -26,12 +26,12 @@ __all__ = [
 ]
 
 
+@without_collector()
 def inspect_folder(folder: Path, *, speculative_tokens: int = 0, vision: bool = False) -> Report:
     """The report on a checkpoint folder. Raises UsageError when there is none or its JSON files are broken."""
-    with without_collector():
-        source = open_folder(folder)
-        known = knows_type(str(source.config.get("model_type")))
-        return inspect_source(source, speculative_tokens=speculative_tokens, vision=vision, knows_type=known)
+    source = open_folder(folder)
+    known = knows_type(str(source.config.get("model_type")))
+    return inspect_source(source, speculative_tokens=speculative_tokens, vision=vision, knows_type=known)
 
 
 def knows_type(model_type: str) -> bool | None:

@@ -28,18 +28,20 @@ def _check_index(source: Source, index: Mapping[str, object]) -> Iterator[Findin
     if not isinstance(weight_map, Mapping):
         yield _index_finding("weight_map", f"{INDEX_NAME} has no weight_map")
         return
-    present = {name: shard.name for shard in source.shards for name in shard.tensors}
-    for name, shard in weight_map.items() if present != weight_map else ():
-        if present.get(name) != shard:
+    present: dict[str, str] = {}
+    for shard in source.shards:
+        present |= dict.fromkeys(shard.tensors, shard.name)
+    for name, wanted in weight_map.items() if present != weight_map else ():
+        if present.get(name) != wanted:
             where = f"is in {present[name]}" if name in present else "is in none"
-            yield _index_finding(name, f"{INDEX_NAME} puts {name} into {shard}, but it {where}")
+            yield _index_finding(name, f"{INDEX_NAME} puts {name} into {wanted}, but it {where}")
     total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
     if isinstance(total, int | float) and not isinstance(total, bool) and total > 0:
         yield from _check_total(source, int(total))
 
 
 def _check_total(source: Source, total: int) -> Iterator[Finding]:
-    held = sum(tensor.size_bytes for shard in source.shards for tensor in shard.tensors.values())
+    held = sum([tensor.size_bytes for shard in source.shards for tensor in shard.tensors.values()])
     if abs(held - total) <= SIZE_TOLERANCE * total:
         return
     says = f"{INDEX_NAME} declares {total:,} bytes of tensors, the shards hold {held:,}"

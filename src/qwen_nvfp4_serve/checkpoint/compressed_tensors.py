@@ -11,17 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qwen_nvfp4_serve.checkpoint.naming import CLASSES, FUSED, Unit, vllm_module
-from qwen_nvfp4_serve.checkpoint.schemes import PLAIN, SchemeError, SplitError, mapped, name_list
+from qwen_nvfp4_serve.checkpoint.schemes import PLAIN, Patterns, SchemeError, SplitError, mapped, name_list
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompressedTensors:
-    """`quantization_config` of llm-compressor and others. targets: pattern -> label."""
+    """`quantization_config` of llm-compressor and others. targets: label by pattern; named: the same patterns."""
 
-    ignore: tuple[str, ...]
+    ignore: Patterns
     targets: Mapping[str, str]
+    named: Patterns
     declares_kv_scales: bool
     text_only: bool
     unknown: tuple[str, ...] = ()
@@ -41,28 +42,25 @@ class CompressedTensors:
     def _part(self, name: str, class_name: str, shown: str = "") -> str:
         if self._is_ignored(name, shown):
             return PLAIN
-        target = self._named_target(name) or self._fused_target(name) or self._class_target(class_name)
+        target = self.named.first(name) or self._fused_target(name) or self._class_target(class_name)
         return PLAIN if target is None else self.targets[target]
 
     def _is_ignored(self, name: str, shown: str) -> bool:
-        if any(_matches(name, pattern) for pattern in self.ignore):
+        if self.ignore.first(name):
             return True
         leaf = name.rpartition(".")[2]
         parts = {part: name.replace(leaf, part) for part in FUSED.get(leaf, ())}
-        ignored = [part for part, path in parts.items() if any(_matches(path, p) for p in self.ignore)]
+        ignored = [part for part, path in parts.items() if self.ignore.first(path)]
         if ignored and len(ignored) < len(parts):
             others = [part for part in parts if part not in ignored]
             raise SplitError(shown or name, f"{' and '.join(ignored)} ignored, {' and '.join(others)} not")
         return bool(ignored)
 
-    def _named_target(self, name: str) -> str | None:
-        return next((target for target in self.targets if _matches(name, target)), None)
-
     def _fused_target(self, name: str) -> str | None:
         leaf = next((fused for fused in FUSED if name.endswith(fused)), None)
         if leaf is None:
             return None
-        found = [self._named_target(name.replace(leaf, part)) for part in FUSED[leaf]]
+        found = [self.named.first(name.replace(leaf, part)) for part in FUSED[leaf]]
         labels = {self.targets[target] for target in found if target is not None}
         if len(labels) > 1:
             raise SplitError(name, f"parts are {' and '.join(sorted(labels))}")
@@ -77,12 +75,6 @@ class CompressedTensors:
             elif target.lower() in wanted or target == class_name:
                 return target
         return None
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    return name == pattern
 
 
 def read_compressed_tensors(config: Mapping[str, object], *, text_only: bool) -> CompressedTensors:
@@ -103,8 +95,9 @@ def read_compressed_tensors(config: Mapping[str, object], *, text_only: bool) ->
     for pattern in (*ignore, *targets):
         _check_pattern(pattern)
     return CompressedTensors(
-        ignore=tuple(mapped(name, text_only=text_only) for name in ignore),
+        ignore=Patterns(mapped(name, text_only=text_only) for name in ignore),
         targets=targets,
+        named=Patterns(targets),
         declares_kv_scales=bool(config.get("kv_cache_scheme")),
         text_only=text_only,
     )

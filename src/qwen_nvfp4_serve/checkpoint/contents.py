@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 from qwen_nvfp4_serve.checkpoint.header import Tensor
 from qwen_nvfp4_serve.checkpoint.naming import Area, Unit, unit_of
@@ -41,11 +42,6 @@ class Module:
             return "MXFP8" if scale is not None and scale.dtype in ("U8", "F8_E8M0") else "FP8"
         return "INT"
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all its tensors."""
-        return sum(tensor.size_bytes for tensor in self.tensors.values())
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -57,7 +53,7 @@ class Group:
     @property
     def size_bytes(self) -> int:
         """Bytes of all its tensors."""
-        return sum(module.size_bytes for module in self.modules)
+        return sum([tensor.size_bytes for module in self.modules for tensor in module.tensors.values()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +66,18 @@ class Contents:
     has_kv_scales: bool
 
 
-def group_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Contents:
-    """The contents of a checkpoint with these named tensors."""
+def group_tensors(shards: Iterable[Mapping[str, Tensor]]) -> Contents:
+    """The contents of a checkpoint whose shards hold these tensors by name."""
     owners: dict[str, dict[str, Tensor]] = {}
     has_kv_scales = False
-    for name, tensor in tensors:
+    last, parts = None, {}
+    for name, tensor in chain.from_iterable(shard.items() for shard in shards):
         owner, _, leaf = name.rpartition(".")
         if leaf in ("k_scale", "v_scale"):
             has_kv_scales = True
             continue
-        parts = owners.get(owner)
-        if parts is None:
-            parts = owners[owner] = {}
+        if owner != last:  # a module's tensors stand together in most files
+            last, parts = owner, owners.setdefault(owner, {})
         parts[leaf] = tensor
     groups: dict[str, Group] = {}
     experts: dict[str, Group] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 
 from qwen_nvfp4_serve.checkpoint.naming import FUSED, Unit, vllm_module
 from qwen_nvfp4_serve.checkpoint.schemes import PLAIN, SchemeError, SplitError, mapped, name_list
@@ -27,11 +27,17 @@ MIXED = "MIXED_PRECISION"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOpt:
-    """ModelOpt's config. algorithm: one for all, or MIXED with an algorithm by module in `layers`."""
+    """ModelOpt's config. algorithm: one for all, or MIXED with an algorithm by module in `layers`.
+
+    exclude: names and globs. below: the first algorithm in `layers` under each name that is a beginning of theirs.
+    unknown: modules in `layers` whose algorithm is in no table.
+    """
 
     algorithm: str
-    exclude: tuple[str, ...]
+    exclude: frozenset[str]
     layers: Mapping[str, str]
+    below: Mapping[str, str]
+    unknown: tuple[str, ...]
     declares_kv_scales: bool
     text_only: bool
 
@@ -48,11 +54,6 @@ class ModelOpt:
         algorithm = self._layer_algorithm(name, unit.name) if is_mixed else self.algorithm
         return ALGORITHMS.get(algorithm or "", PLAIN)
 
-    @property
-    def unknown(self) -> tuple[str, ...]:
-        """Modules of `quantized_layers` whose algorithm is in no table."""
-        return tuple(name for name, algorithm in self.layers.items() if algorithm not in ALGORITHMS)
-
     def _is_excluded(self, name: str, shown: str) -> bool:
         if self._is_skipped(name, shown):
             return True
@@ -60,7 +61,7 @@ class ModelOpt:
         # vLLM also takes an entry as a part of a name, so `layers.1` covers `layers.10`.
         if any(entry != name and (entry in name or entry in short) for entry in self.exclude):
             return True
-        return any(fnmatch(name, entry) for entry in self.exclude)
+        return any(fnmatchcase(name, entry) for entry in self.exclude if "*" in entry or "?" in entry or "[" in entry)
 
     def _is_skipped(self, name: str, shown: str) -> bool:
         leaf = name.rpartition(".")[2]
@@ -88,10 +89,8 @@ class ModelOpt:
             raise SplitError(shown, f"parts are {' and '.join(sorted(found))}")
         if found:
             return found.pop()
-        prefixes = [f"{candidate}." for candidate in self._candidates(name)]
-        if leaf == "experts":
-            prefixes.append(stem)
-        return next((self.layers[key] for prefix in prefixes for key in self.layers if key.startswith(prefix)), None)
+        owners = [*self._candidates(name), *([stem.removesuffix(".")] if leaf == "experts" else [])]
+        return next((self.below[owner] for owner in owners if owner in self.below), None)
 
     def _candidates(self, name: str) -> tuple[str, ...]:
         if name.endswith(".lm_head"):
@@ -118,13 +117,27 @@ def read_modelopt(config: Mapping[str, object], *, text_only: bool) -> ModelOpt:
     keys = ("exclude_modules",) if nested else ("ignore", "exclude_modules")
     exclude = next((name_list(body[key], key) for key in keys if key in body), [])
     declares = bool(body.get("kv_cache_quant_algo")) if nested else bool(body.get("kv_cache_scheme"))
+    by_name = {mapped(name, text_only=text_only): _algorithm(name, entry) for name, entry in layers.items()}
     return ModelOpt(
         algorithm=algorithm,
-        exclude=tuple(mapped(name, text_only=text_only) for entry in exclude for name in _without_star(entry)),
-        layers={mapped(name, text_only=text_only): _algorithm(name, entry) for name, entry in layers.items()},
+        exclude=frozenset(mapped(name, text_only=text_only) for entry in exclude for name in _without_star(entry)),
+        layers=by_name,
+        below=_first_below(by_name),
+        unknown=tuple(name for name, algorithm in by_name.items() if algorithm not in ALGORITHMS),
         declares_kv_scales=declares,
         text_only=text_only,
     )
+
+
+def _first_below(layers: Mapping[str, str]) -> dict[str, str]:
+    """For every beginning of the names, at a dot, the algorithm of the first name that has it."""
+    below: dict[str, str] = {}
+    for name, algorithm in layers.items():
+        owner = name.rpartition(".")[0]
+        while owner and owner not in below:
+            below[owner] = algorithm
+            owner = owner.rpartition(".")[0]
+    return below
 
 
 def _algorithm(name: str, entry: object) -> str:

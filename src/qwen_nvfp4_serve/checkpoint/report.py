@@ -58,7 +58,7 @@ def inspect_source(
     speculative_tokens, vision: what will be asked of it; faults of parts that stay unused are warnings.
     knows_type: whether the installed transformers has the model type, None when it is not installed.
     """
-    contents = group_tensors((name, tensor) for shard in source.shards for name, tensor in shard.tensors.items())
+    contents = group_tensors(shard.tensors for shard in source.shards)
     findings = [*check_files(source), *_check_config(source, knows_type)]
     resolver = _resolver(source, findings)
     dims = _dims(source, findings)

@@ -5,6 +5,8 @@ A label is `BF16`, `FP8`, `NVFP4 W4A4`, `NVFP4 W4A16`, or the name of another sc
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +57,31 @@ class Unquantized:
     def scheme(self, unit: Unit) -> str:  # noqa: ARG002
         """BF16."""
         return PLAIN
+
+
+class Patterns:
+    """A list of names and of expressions that begin with `re:`, asked for the first entry that matches a name."""
+
+    __slots__ = ("_expressions", "_places")
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        """Raises re.error for an expression that is none."""
+        self._places: dict[str, int] = {}
+        for entry in entries:
+            self._places.setdefault(entry, len(self._places))
+        self._expressions = [
+            (place, re.compile(entry[3:]), entry) for entry, place in self._places.items() if entry.startswith("re:")
+        ]
+
+    def first(self, name: str) -> str | None:
+        """The first entry that is `name` or whose expression matches its beginning."""
+        exact = self._places.get(name)
+        for place, expression, entry in self._expressions:
+            if exact is not None and exact < place:
+                break
+            if expression.match(name):
+                return entry
+        return None if exact is None else name
 
 
 def mapped(name: str, *, text_only: bool) -> str:

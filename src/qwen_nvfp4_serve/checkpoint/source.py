@@ -89,8 +89,7 @@ def shard_names(index: Mapping[str, object] | None, present: Sequence[str]) -> t
     weight_map = index.get("weight_map") if index else None
     if not isinstance(weight_map, Mapping):
         return tuple(sorted(present))
-    named = {name if isinstance(name, str) else repr(name) for name in weight_map.values()}
-    return tuple(sorted(named)) or tuple(sorted(present))
+    return tuple(sorted(set(map(str, weight_map.values())) or present))
 
 
 def open_folder(folder: Path) -> Source:
@@ -134,13 +133,13 @@ def read_shard(folder: Path, name: str) -> Shard:
 
 def decode_scalar(dtype: str, data: bytes) -> float | None:
     """The number in the first bytes of an F32, BF16, F16 or F64 tensor; None for other types and short data."""
-    code, size = {"F32": ("<f", 4), "F16": ("<e", 2), "F64": ("<d", 8), "BF16": ("<f", 2)}.get(dtype, ("", 0))
-    if not code or len(data) < size:
-        return None
-    if dtype == "BF16":
-        data = b"\0\0" + data[:2]
-        size = 4
-    return float(struct.unpack(code, data[:size])[0])
+    if dtype == "BF16" and len(data) >= 2:
+        dtype, data = "F32", b"\0\0" + data[:2]
+    layout = _SCALARS.get(dtype)
+    return None if layout is None or len(data) < layout.size else float(layout.unpack_from(data)[0])
+
+
+_SCALARS = {"F32": struct.Struct("<f"), "F16": struct.Struct("<e"), "F64": struct.Struct("<d")}
 
 
 def _read_scalars(folder: Path, tensors: Sequence[Tensor]) -> list[float | None]:

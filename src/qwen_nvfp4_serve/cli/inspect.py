@@ -40,14 +40,12 @@ def inspect(
 
 def _report(given: str, revision: str | None, *, speculative_tokens: int, vision: bool) -> Report:
     from qwen_nvfp4_serve.checkpoint import inspect_folder, inspect_source, knows_type
-    from qwen_nvfp4_serve.errors import UsageError
     from qwen_nvfp4_serve.models import resolve_model
+    from qwen_nvfp4_serve.reference import EMBEDDED
 
     ref = resolve_model(given)
-    if ref.path is not None:
-        return inspect_folder(ref.path, speculative_tokens=speculative_tokens, vision=vision)
     if ref.repo is None:
-        raise UsageError(f"{given} is generated, not downloaded", do="Inspect its folder instead.")
+        return inspect_folder(ref.path or EMBEDDED, speculative_tokens=speculative_tokens, vision=vision)
     from qwen_nvfp4_serve.hub import open_repo
 
     source = open_repo(ref.repo, revision=revision or ref.revision)

@@ -18,5 +18,5 @@ def models() -> None:
     """List the models in the catalogue."""
     table = Table("MODEL", "checkpoint", "format", "note")
     for row in MODELS:
-        table.add_row(row.name, row.repo or "made here", row.quantization, row.note)
+        table.add_row(row.name, row.repo or "in this package", row.quantization, row.note)
     Console().print(table)

@@ -116,18 +116,15 @@ def _plan_model(given: str) -> PlanModel:
     """The model as the planner sees it: from the catalogue, a folder's files, or a hub repository's headers."""
     from qwen_nvfp4_serve.models import resolve_model
     from qwen_nvfp4_serve.planner import PlanModel
+    from qwen_nvfp4_serve.reference import EMBEDDED
 
     ref = resolve_model(given)
     if ref.row is not None and ref.row.dims is not None:
         return PlanModel.from_row(ref.row, ref.row.dims)
-    if ref.row is not None:
-        from qwen_nvfp4_serve.dims import dims_from_config
-        from qwen_nvfp4_serve.synthetic import CheckpointSpec
-        from qwen_nvfp4_serve.synthetic.config import model_config
-
-        return PlanModel.from_row(ref.row, dims_from_config(model_config(CheckpointSpec())))
     from qwen_nvfp4_serve.checkpoint import inspect_folder, inspect_source, plan_model
 
+    if ref.row is not None:
+        return plan_model(inspect_folder(EMBEDDED), ref.row.name)
     if ref.path is not None:
         return plan_model(inspect_folder(ref.path), ref.path.resolve().name)
     from qwen_nvfp4_serve.hub import open_repo
