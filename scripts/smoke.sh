@@ -23,6 +23,12 @@ check streaming 200 "$url/chat/completions" -d "{\"model\":\"$model\",$message,\
 check completions 200 "$url/completions" -d "{\"model\":\"$model\",\"prompt\":\"1, 2,\",\"max_tokens\":8}"
 tool='{"type":"function","function":{"name":"get_weather","parameters":{"type":"object","properties":{"city":{"type":"string"}}}}}'
 check 'tool request' 200 "$url/chat/completions" -d "{\"model\":\"$model\",$message,\"tools\":[$tool],\"max_tokens\":16}"
+# The embedded model is asked what it answers exactly.
+if [[ $(curl -s --max-time 10 "${auth[@]}" "$url/models") == *'reference/moe"'* ]]; then
+    answer=$(curl -s --max-time 120 "${auth[@]}" "$url/chat/completions" -d "{\"model\":\"$model\",\"messages\":[{\"role\":\"user\",\"content\":\"so, reverse these items: 66 30 24\"}],\"temperature\":0,\"max_tokens\":16,\"chat_template_kwargs\":{\"enable_thinking\":false}}") || true
+    [[ $answer == *'"content":"24 30 66"'* ]] && verdict=ok || { verdict=FAIL; failed=1; }
+    printf '%-28s %s (wanted 24 30 66)\n' 'known answer' "$verdict"
+fi
 check 'wrong model' 404 "$url/chat/completions" -d "{\"model\":\"no-such-model\",$message}"
 check 'broken JSON' 400 "$url/chat/completions" -d '{"model": '
 check 'over-long prompt' 400 "$url/completions" -d "{\"model\":\"$model\",\"prompt\":\"x\",\"max_tokens\":100000000}"

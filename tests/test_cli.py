@@ -88,18 +88,20 @@ def test_serve_env_file_that_was_named_and_is_missing_is_refused(tmp_path: Path)
     assert "mistyped.env" in done.stderr
 
 
-def test_serve_sigterm_while_preparing_cleans_up_and_exits_0(tmp_path: Path) -> None:
+def test_serve_sigterm_while_preparing_exits_0(tmp_path: Path) -> None:
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "DEVICE": "cpu", "CACHE_DIR": str(tmp_path / "cache")}
     process = subprocess.Popen(
         [*COMMAND, "serve"], cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert process.stdout is not None
     for line in process.stdout:
-        if "writing the embedded model" in line:
+        if "preflight:" in line:
             break
     process.terminate()
+    rest = process.stdout.read()
     assert process.wait(timeout=60) == 0
-    assert not list((tmp_path / "cache").glob(".embedded.partial-*"))
+    assert "stopped: before the server was started" in rest
+    assert not (tmp_path / "cache").exists()
 
 
 def test_smoke_nothing_listens_is_one_line_and_1(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from qwen_nvfp4_serve import ready
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.reference import EMBEDDED, read_answers, ready_answer
 from qwen_nvfp4_serve.stages import Stage
 
 
@@ -45,6 +46,10 @@ def serving(engine: Engine) -> Iterator[str]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if engine.text is None:
                 release.wait(5)
+                return
+            if self.path.endswith("/chat/completions"):
+                message = {"content": engine.text}
+                self._send(json.dumps({"choices": [{"message": message}]}).encode())
                 return
             tokens = body["max_tokens"]
             choice = {"text": engine.text, "logprobs": {"token_logprobs": [engine.logprob] * tokens}}
@@ -165,6 +170,21 @@ def test_first_answer_wrong_is_an_error_for_a_model_that_must_know() -> None:
         with pytest.raises(QwenNvfp4Error, match="seen !!!!, expected 8"):
             ready.first_answer(url, "m", None, known=True)
         assert ready.first_answer(url, "m", None, known=False) is True
+
+
+def test_first_answer_of_a_reference_model_must_be_exact() -> None:
+    known = ready_answer(read_answers(EMBEDDED))
+    assert known is not None
+    engine = Engine()
+    with serving(engine) as url:
+        engine.text = known.expected.content
+        assert ready.first_answer(url, "m", None, known=known) is True
+        engine.text = known.expected.content[:-1]
+        with pytest.raises(QwenNvfp4Error, match=f"expected '{known.expected.content}'"):
+            ready.first_answer(url, "m", None, known=known)
+        engine.status = 503
+        assert ready.first_answer(url, "m", None, known=known) is False
+    assert ready.first_answer("http://127.0.0.1:9/v1", "m", None, known=known) is False
 
 
 def test_first_answer_not_a_number_is_an_error_for_every_model() -> None:

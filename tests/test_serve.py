@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from qwen_nvfp4_serve import preflight, serve
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.host import Gpu
 from qwen_nvfp4_serve.planner.feedback import write_extra
+from qwen_nvfp4_serve.reference import ANSWERS, EMBEDDED, FOLDER
 from qwen_nvfp4_serve.settings import load_settings
 from qwen_nvfp4_serve.synthetic import CheckpointSpec, write_checkpoint
 from qwen_nvfp4_serve.synthetic.config import model_config
@@ -46,10 +48,15 @@ def flag(made: serve.Prepared, name: str) -> str:
 
 def test_prepare_on_a_cpu_serves_the_embedded_model(machine: Any) -> None:
     machine()
-    made, _ = prepare()
+    made, rows = prepare()
     assert made.embedded
     assert made.launch.model_id == "embedded"
+    assert flag(made, "serve") == str(EMBEDDED)
+    assert flag(made, "--max-model-len") == "4096"
     assert flag(made, "--block-size") == "384"
+    assert "--chat-template" not in made.launch.argv
+    assert made.known is not None
+    assert not [row for row in rows if "checkpoint" in row]
 
 
 def test_prepare_on_a_5090_serves_the_35b_with_a_plan(machine: Any) -> None:
@@ -73,8 +80,8 @@ def test_prepare_on_a_card_too_small_is_refused_with_what_would_work(machine: An
 
 def test_prepare_user_context_that_does_not_fit_names_the_largest(machine: Any) -> None:
     machine()
-    with pytest.raises(UsageError, match=r"MAX_MODEL_LEN: seen 200,000, expected at most [\d,]+ here"):
-        prepare(MAX_MODEL_LEN="200000", CPU_KV_CACHE_GIB="0.05")
+    with pytest.raises(UsageError, match=r"MAX_MODEL_LEN: seen 4,000, expected at most [\d,]+ here"):
+        prepare(MAX_MODEL_LEN="4000", CPU_KV_CACHE_GIB="0.007")
 
 
 def test_prepare_card_with_the_cpu_build_warns_and_serves_on_the_cpu(machine: Any) -> None:
@@ -102,6 +109,28 @@ def test_prepare_folder_is_served_under_its_name_and_offline(machine: Any, tmp_p
     assert made.launch.model_id == "My-Model"
     assert made.launch.environment["HF_HUB_OFFLINE"] == "1"
     assert not made.embedded
+    assert made.known is None
+
+
+@pytest.mark.parametrize(
+    ("env", "asked"),
+    [
+        ({}, True),
+        ({"CHAT_TEMPLATE": "checkpoint"}, True),
+        ({"CHAT_TEMPLATE": "ours"}, False),
+        ({"MAX_MODEL_LEN": "256"}, False),
+    ],
+)
+def test_prepare_reference_folder_anywhere_uses_its_template_and_must_know(
+    machine: Any, tmp_path: Path, env: dict[str, str], asked: bool
+) -> None:
+    machine()
+    folder = shutil.copytree(FOLDER / "dense", tmp_path / "copy")
+    made, _ = prepare(MODEL=str(folder), **env)
+    assert (made.known is not None) is asked
+    assert ("--chat-template" in made.launch.argv) is (env.get("CHAT_TEMPLATE") == "ours")
+    (folder / ANSWERS).unlink()
+    assert prepare(MODEL=str(folder), **env)[0].known is None
 
 
 def test_prepare_speculation_on_a_model_without_mtp_is_refused(machine: Any, tmp_path: Path) -> None:

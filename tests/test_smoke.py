@@ -12,16 +12,21 @@ from typing import Any
 import pytest
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.reference import EMBEDDED, Given, read_answers
 from qwen_nvfp4_serve.smoke import connect, run_checks
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
 LIMIT = 64
+ROOM = 4096  # of the reference model
+KNOWN = {json.dumps(list(answer.messages)): answer for answer in read_answers(EMBEDDED)}
 
 
 class Script(BaseHTTPRequestHandler):
     """A minimal OpenAI endpoint; `fault` names what it does wrong."""
 
     fault = ""
+    root = "someone/else"
+    limit = LIMIT
 
     def log_message(self, *_: object) -> None:
         """Silence."""
@@ -40,7 +45,8 @@ class Script(BaseHTTPRequestHandler):
         elif self.fault == "key":
             self._send(401, {"error": "Unauthorized"})
         else:
-            self._send(200, {"object": "list", "data": [{"id": "m", "object": "model", "max_model_len": LIMIT}]})
+            row = {"id": "m", "object": "model", "max_model_len": self.limit, "root": self.root}
+            self._send(200, {"object": "list", "data": [row]})
 
     def do_POST(self) -> None:
         text = self.rfile.read(int(self.headers["Content-Length"]))
@@ -50,32 +56,52 @@ class Script(BaseHTTPRequestHandler):
             return self._refuse(200 if self.fault == "json" else 400)
         if body["model"] != "m":
             return self._refuse(200 if self.fault == "model" else 404)
-        if len(body.get("prompt", "").split()) > LIMIT:
+        if len(body.get("prompt", "").split()) > self.limit:
             return self._refuse(500 if self.fault == "long" else 400)
         if body.get("stream"):
-            return self._stream()
+            return self._stream(body)
         if self.path.endswith("/chat/completions"):
             return self._send(200, self._chat(body))
-        choice = {"index": 0, "text": "4", "finish_reason": "length", "logprobs": None}
+        choice = {
+            "index": 0,
+            "text": "5" if self.fault == "counting" else " 4",
+            "finish_reason": "length",
+            "logprobs": None,
+        }
         return self._send(
             200,
             {"id": "1", "object": "text_completion", "created": 1, "model": "m", "choices": [choice], "usage": USAGE},
         )
 
     def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": "hello"}
+        message: dict[str, Any] = {"role": "assistant", "content": "Lyon" if self.fault == "capital" else "Paris."}
+        message |= self._known(body) or {}
         if body.get("tools") and self.fault == "tool":
             call = {"id": "1", "type": "function", "function": {"name": "other", "arguments": "{}"}}
             message["tool_calls"] = [call]
         usage = USAGE | {"completion_tokens": 0} if self.fault == "usage" else USAGE
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        reason = "tool_calls" if message.get("tool_calls") and self.fault != "reason" else "stop"
+        choice = {"index": 0, "message": message, "finish_reason": reason}
         return {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
 
-    def _stream(self) -> None:
-        base = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
-        chunks: list[dict[str, Any]] = [
-            base | {"choices": [{"index": 0, "delta": {"content": "hi"}, "finish_reason": "stop"}]}
+    def _known(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        answer = KNOWN.get(json.dumps(body["messages"]))
+        if answer is None:
+            return None
+        expected = Given(content="24 30 65") if self.fault == f"wrong {answer.id}" else answer.expected
+        calls = [
+            {"id": name, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+            for name, arguments in expected.calls
         ]
+        known: dict[str, Any] = {"content": expected.content, "reasoning": expected.reasoning}
+        return known | ({"tool_calls": calls} if calls else {})
+
+    def _stream(self, body: dict[str, Any]) -> None:
+        base = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+        delta = self._known(body) or {"content": "hi"}
+        if self.fault == "unthinking":
+            delta["reasoning"] = None
+        chunks: list[dict[str, Any]] = [base | {"choices": [{"index": 0, "delta": delta, "finish_reason": "stop"}]}]
         if self.fault != "stream":
             chunks.append(base | {"choices": [], "usage": USAGE})
         lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks] + ["data: [DONE]\n\n"]
@@ -86,16 +112,16 @@ class Script(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def scripted(fault: str = "") -> Iterator[str]:
-    handler = type("Faulty", (Script,), {"fault": fault})
+def scripted(fault: str = "", **also: Any) -> Iterator[str]:
+    handler = type("Faulty", (Script,), {"fault": fault, **also})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
 
-def failures(fault: str) -> list[str]:
-    with scripted(fault) as url:
+def failures(fault: str, **also: Any) -> list[str]:
+    with scripted(fault, **also) as url:
         return [check.name for check in run_checks(connect(url, None)) if not check.ok]
 
 
@@ -108,6 +134,8 @@ def test_run_checks_good_server_passes_all() -> None:
     [
         ("health", "health"),
         ("usage", "chat"),
+        ("capital", "chat"),
+        ("counting", "completions"),
         ("stream", "streaming with usage"),
         ("tool", "tool request"),
         ("model", "wrong model is 404"),
@@ -117,6 +145,38 @@ def test_run_checks_good_server_passes_all() -> None:
 )
 def test_run_checks_fault_is_found(fault: str, check: str) -> None:
     assert check in failures(fault)
+
+
+REFERENCE = {"root": "/anywhere/data/reference/moe", "limit": ROOM}
+
+
+def test_run_checks_reference_model_is_asked_what_it_knows() -> None:
+    with scripted(**REFERENCE) as url:
+        checks = {check.name: check for check in run_checks(connect(url, None))}
+    assert all(check.ok for check in checks.values()), checks
+    assert checks["known answers at once"].seen == f"all {len({answer.kind for answer in KNOWN.values()})} right"
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        ("wrong reverse-direct-1", "chat"),
+        ("wrong needle-think-1", "known answers at once"),
+        ("unthinking", "streaming with thinking"),
+        ("reason", "tool request"),
+        ("wrong several-tools-direct-1", "tool request"),
+    ],
+)
+def test_run_checks_wrong_answer_of_the_reference_model_is_found(fault: str, check: str) -> None:
+    assert check in failures(fault, **REFERENCE)
+
+
+def test_run_checks_answers_named_by_hand_are_asked_of_any_model() -> None:
+    with scripted("wrong chat-think-1", limit=ROOM) as url:
+        checks = run_checks(connect(url, None, answers=EMBEDDED))
+    assert [check.name for check in checks if not check.ok] == ["known answers at once"]
+    (seen,) = (check.seen for check in checks if not check.ok)
+    assert "chat-think-1" in seen
 
 
 def test_connect_wrong_key_says_which_setting() -> None:

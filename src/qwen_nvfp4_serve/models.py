@@ -264,18 +264,23 @@ MODELS: tuple[ModelRow, ...] = (
     ),
     ModelRow(
         name="embedded",
-        title="embedded test model",
+        title="reference model",
         repo=None,
         revision=None,
         quantization="compressed-tensors",
         dims=None,
         precision=Precision(
-            gdn="BF16", attention="NVFP4 W4A4", ffn="NVFP4 W4A4", shared_expert="NVFP4 W4A4", lm_head="BF16"
+            gdn="NVFP4 W4A4",
+            attention="NVFP4 W4A4",
+            ffn="NVFP4 W4A4",
+            shared_expert="NVFP4 W4A4",
+            lm_head="BF16",
+            mtp="NVFP4 W4A4",
         ),
         has_mtp=True,
         download_bytes=0,
         recommended=(),
-        note="small enough for a CPU; its folder's config.json holds the dims",
+        note="trained here, answers generated tasks, small enough for a CPU; comes with this package",
     ),
 )
 

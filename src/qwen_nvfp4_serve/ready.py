@@ -14,11 +14,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
+from qwen_nvfp4_serve.reference import KnownAnswer, given
 from qwen_nvfp4_serve.stages import Report, Stage
 
 FIRST_ANSWER_S = 600.0  # a first request may compile kernels
@@ -129,13 +131,16 @@ def check_ready(state: State | None, api_key: str | None) -> Verdict:
     return Verdict(busy, "busy: the token is still queued, others are being computed" if busy else idle)
 
 
-def first_answer(url: str, model: str, api_key: str | None, *, known: bool) -> bool:
-    """True once the server answered; False while it cannot. known: the answer must be right too, not only numbers.
+def first_answer(url: str, model: str, api_key: str | None, *, known: KnownAnswer | bool) -> bool:
+    """True once the server answered; False while it cannot.
 
-    Raises QwenNvfp4Error when it answers wrongly: such a server must not be used.
+    known: what is asked, and must be answered exactly; or whether the continuation that any language model knows must
+    be right, or only made of numbers. Raises QwenNvfp4Error for a wrong answer: such a server must not be used.
     """
     if progress(url) is None:
         return False
+    if isinstance(known, KnownAnswer):
+        return _first_known_answer(url, known, model, api_key)
     answer = complete(url, model, api_key, tokens=KNOWN_TOKENS, timeout_s=FIRST_ANSWER_S)
     if answer is None:
         return False
@@ -146,6 +151,19 @@ def first_answer(url: str, model: str, api_key: str | None, *, known: bool) -> b
             f"the first answer, to {KNOWN_PROMPT!r}", seen=answer.text, expected=KNOWN_ANSWER, do=WRONG
         )
     return True
+
+
+def _first_known_answer(url: str, known: KnownAnswer, model: str, api_key: str | None) -> bool:
+    row = _post(f"{url}/chat/completions", known.body(model), api_key, timeout_s=FIRST_ANSWER_S)
+    try:
+        seen = given(row["choices"][0]["message"]) if row else None
+    except (ValueError, KeyError, TypeError, IndexError):
+        return False
+    if seen is not None and seen != known.expected:
+        raise QwenNvfp4Error(
+            f"the first answer, to {known.question!r}", seen=seen.shown(), expected=known.expected.shown(), do=WRONG
+        )
+    return seen is not None
 
 
 WRONG = "The weights or a kernel are wrong: compare with NVFP4_BACKEND=marlin, or another checkpoint."
@@ -180,17 +198,25 @@ def complete(url: str, model: str, api_key: str | None, *, tokens: int, timeout_
         "temperature": 0,
         "logprobs": 0,
     }
+    row = _post(f"{url}/completions", body, api_key, timeout_s=timeout_s)
+    try:
+        if row is None or row["usage"]["completion_tokens"] != tokens:
+            return None
+        return Answer(row["choices"][0]["text"], tuple(row["choices"][0]["logprobs"]["token_logprobs"]))
+    except (KeyError, TypeError):
+        return None
+
+
+def _post(url: str, body: Mapping[str, Any], api_key: str | None, *, timeout_s: float) -> Any:
+    """The JSON of the answer; None when it does not come in time, whole, with HTTP 200. Raises WrongKeyError."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = httpx.post(f"{url}/completions", json=body, headers=headers, timeout=timeout_s, trust_env=False)
+        answer = httpx.post(url, json=body, headers=headers, timeout=timeout_s, trust_env=False)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
             raise WrongKeyError(has_key=bool(api_key))
         answer.raise_for_status()
-        row = answer.json()
-        if row["usage"]["completion_tokens"] != tokens:
-            return None
-        return Answer(row["choices"][0]["text"], tuple(row["choices"][0]["logprobs"]["token_logprobs"]))
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        return answer.json()
+    except (httpx.HTTPError, ValueError):
         return None
 
 

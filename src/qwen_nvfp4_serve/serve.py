@@ -17,7 +17,6 @@ from qwen_nvfp4_serve.capacity import plan_capacity
 from qwen_nvfp4_serve.checkpoint import Report as CheckpointReport
 from qwen_nvfp4_serve.checkpoint import inspect_folder, plan_model, require_servable
 from qwen_nvfp4_serve.container import check_container
-from qwen_nvfp4_serve.dims import dims_from_config
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.fetch import fetch
 from qwen_nvfp4_serve.host import Gpu, detect_gpus, has_cxx_compiler
@@ -32,15 +31,13 @@ from qwen_nvfp4_serve.planner.feedback import (
     write_extra,
 )
 from qwen_nvfp4_serve.ready import first_answer, recording, state_path
+from qwen_nvfp4_serve.reference import ANSWERS, EMBEDDED, LEAST_TOKENS, KnownAnswer, read_answers, ready_answer
 from qwen_nvfp4_serve.settings import Loaded, Settings
-from qwen_nvfp4_serve.stages import Report, progress_message
+from qwen_nvfp4_serve.stages import Report, Stage, progress_message
 from qwen_nvfp4_serve.supervisor import Supervisor
-from qwen_nvfp4_serve.synthetic import CheckpointSpec, ensure_checkpoint
-from qwen_nvfp4_serve.synthetic.config import model_config as embedded_config
 from qwen_nvfp4_serve.units import gib
 
 GPU_DEFAULT, CPU_DEFAULT = "qwen3.5-35b-a3b", "embedded"
-EMBEDDED_SEED = 0
 PROGRESS_EVERY_S = 5.0
 
 
@@ -48,14 +45,16 @@ PROGRESS_EVERY_S = 5.0
 class Prepared:
     """A launch that passed every check, and what it came from.
 
-    embedded: the model is our own. plan: what the start is compared with, None without one. shortfall_key: under which
-    memory that the plan did not foresee is remembered.
+    embedded: the model is our own. known: what it must answer before it is READY, None where nobody knows. plan: what
+    the start is compared with, None without one. shortfall_key: under which memory that the plan did not foresee is
+    remembered.
     """
 
     launch: Launch
     settings: Settings
     model: Model
     embedded: bool
+    known: KnownAnswer | None
     plan: Plan | None
     shortfall_key: str
 
@@ -73,7 +72,7 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     preflight.check_plugin()
     ref = resolve_model(settings.model or (GPU_DEFAULT if device == "cuda" else CPU_DEFAULT))
     model = locate(ref, settings)
-    preflight.check_patches(settings, device, model_config(ref, model), vllm_version)
+    preflight.check_patches(settings, device, model_config(model), vllm_version)
     gpu = detect_gpus(settings.cuda_visible_devices)[0] if device == "cuda" else None
     shortfall = read_extra(shortfalls(settings), shortfall_key(model, gpu))
     capacity = plan_capacity(settings, planned_model(ref, model, settings, report), gpu, extra_bytes=shortfall)
@@ -86,11 +85,19 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     )
     for notice in (*loaded.notices, *launch.notices):
         report("notice", notice)
-    return Prepared(launch, settings, model, is_embedded(ref), capacity.plan, shortfall_key(model, gpu))
+    return Prepared(
+        launch=launch,
+        settings=settings,
+        model=model,
+        embedded=is_embedded(ref),
+        known=first_question(settings, model),
+        plan=capacity.plan,
+        shortfall_key=shortfall_key(model, gpu),
+    )
 
 
 def is_embedded(ref: ModelRef) -> bool:
-    """True for the catalogue's own model, which is generated, not downloaded."""
+    """True for the catalogue's own model, which comes with this package."""
     return ref.row is not None and ref.row.repo is None
 
 
@@ -99,10 +106,8 @@ def in_container() -> bool:
     return "QWEN_NVFP4_CONTAINER" in os.environ
 
 
-def model_config(ref: ModelRef, model: Model) -> dict[str, Any] | None:
+def model_config(model: Model) -> dict[str, Any] | None:
     """config.json as vLLM will read it; None for a hub model that is not on this disk yet."""
-    if is_embedded(ref):
-        return embedded_config(CheckpointSpec(seed=EMBEDDED_SEED))
     return preflight.read_config(Path(model.source)) if model.local else None
 
 
@@ -111,11 +116,14 @@ def planned_model(ref: ModelRef, model: Model, settings: Settings, report: Repor
 
     Raises QwenNvfp4Error for a folder that vLLM would fail to load; what is merely odd about it is reported.
     """
-    if is_embedded(ref) and ref.row is not None:
-        return PlanModel.from_row(ref.row, dims_from_config(embedded_config(CheckpointSpec(seed=EMBEDDED_SEED))))
     if model.local:
-        return plan_model(inspected(Path(model.source), settings, report), model.ids[0])
+        said = _silent if is_embedded(ref) else report
+        return plan_model(inspected(Path(model.source), settings, said), model.ids[0])
     return PlanModel.from_row(ref.row, ref.row.dims) if ref.row and ref.row.dims else None
+
+
+def _silent(_stage: Stage, _message: str) -> None:
+    return
 
 
 def inspected(folder: Path, settings: Settings, report: Report) -> CheckpointReport:
@@ -157,11 +165,12 @@ def choose_device(settings: Settings, report: Report) -> Literal["cuda", "cpu"]:
 def locate(ref: ModelRef, settings: Settings) -> Model:
     """Where vLLM finds the model and the names clients may use."""
     if is_embedded(ref):
-        source = str(embedded_folder(settings))
-        return Model(source=source, ids=(CPU_DEFAULT,), revision=None, local=True, own_format=True)
+        return Model(source=str(EMBEDDED), ids=(CPU_DEFAULT,), revision=None, local=True, own_format=True)
     if ref.path is not None:
+        folder = ref.path.resolve()
+        own_format = (folder / ANSWERS).is_file()
         return Model(
-            source=str(ref.path.resolve()), ids=(ref.path.resolve().name, str(ref.path)), revision=None, local=True
+            source=str(folder), ids=(folder.name, str(ref.path)), revision=None, local=True, own_format=own_format
         )
     repo = ref.repo
     if repo is None:
@@ -178,22 +187,13 @@ def cache_dir(settings: Settings) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qwen-nvfp4-serve"
 
 
-def embedded_folder(settings: Settings) -> Path:
-    """Where the embedded model is kept."""
-    return cache_dir(settings) / "embedded"
-
-
-def write_embedded(settings: Settings, report: Report) -> None:
-    """Generate the embedded model in our cache unless it is there (a few seconds the first time)."""
-    folder = embedded_folder(settings)
-    if not folder.exists():
-        report("download", f"writing the embedded model to {folder}")
-    try:
-        ensure_checkpoint(folder, CheckpointSpec(seed=EMBEDDED_SEED))
-    except OSError as error:
-        raise UsageError(
-            f"the cache folder {folder} cannot be written ({error.strerror})", do="Set CACHE_DIR to a writable folder."
-        ) from None
+def first_question(settings: Settings, model: Model) -> KnownAnswer | None:
+    """What the model must answer rightly before it is READY; None unless it is a reference model, asked as trained."""
+    if not model.own_format or settings.chat_template == "ours":
+        return None
+    if settings.max_model_len is not None and settings.max_model_len < LEAST_TOKENS:
+        return None
+    return ready_answer(read_answers(Path(model.source)))
 
 
 def download(model: Model, settings: Settings, report: Report) -> None:
@@ -236,8 +236,6 @@ def run(prepared: Prepared, report: Report) -> int:
     preflight.check_port("0.0.0.0" if in_container() else settings.bind_host, settings.port)
     url = f"http://127.0.0.1:{settings.port}/v1" if in_container() else launch.url
     report = recording(report, state_path(settings.port), url=url, model=launch.model_id)
-    if prepared.embedded:
-        write_embedded(settings, report)
     if not prepared.model.local:
         download(prepared.model, settings, report)
     supervisor = Supervisor(
@@ -274,7 +272,8 @@ def _compare(prepared: Prepared, report: Report) -> Callable[[tuple[str, ...]], 
 def _probe(prepared: Prepared, url: str) -> Callable[[], bool]:
     key = prepared.settings.vllm_api_key
     secret = key.get_secret_value() if key else None
-    return lambda: first_answer(url, prepared.launch.model_id, secret, known=not prepared.model.local)
+    known = prepared.known or not prepared.model.local
+    return lambda: first_answer(url, prepared.launch.model_id, secret, known=known)
 
 
 def ready_message(launch: Launch, *, has_key: bool) -> str:

@@ -153,7 +153,7 @@ class Settings(BaseSettings):
     enforce_eager: Flag = knob(False, "kernels", "Skip compilation and CUDA graphs: quicker start, slower decode.")
 
     chat_template: Literal["auto", "ours", "checkpoint"] = knob(
-        "auto", "api", "`ours` (docs/api.md), the `checkpoint`'s own, or `auto`: ours, but the embedded model's own."
+        "auto", "api", "`ours` (docs/api.md), the `checkpoint`'s own, or `auto`: ours, but a reference model's own."
     )
     keep_thinking: Literal["all", "turn", "none"] = knob(
         "all",
@@ -167,7 +167,7 @@ class Settings(BaseSettings):
     hf_home: Text | None = knob(None, "downloads", "Hub cache folder.")
     hf_hub_offline: Flag = knob(False, "downloads", "Never ask the hub.")
     cache_dir: Text | None = knob(
-        None, "downloads", "Our cache: embedded model, compiled kernels. Unset: the user cache folder."
+        None, "downloads", "Our cache: compiled kernels, what earlier starts learned. Unset: the user cache folder."
     )
 
     start_timeout_s: Int = knob(1800, "process", "Give up when not READY after this long.", unit="s", ge=10, le=604_800)

@@ -17,6 +17,7 @@ import openai
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.reference import (
+    LEAST_TOKENS,
     Given,
     KnownAnswer,
     given,
@@ -78,8 +79,9 @@ class Server:
         )
 
 
-def connect(base_url: str, api_key: str | None, model: str | None = None) -> Server:
-    """The server at `base_url` (with or without /v1). model: which of its models, None for the first.
+def connect(base_url: str, api_key: str | None, model: str | None = None, *, answers: Path | None = None) -> Server:
+    """The server at `base_url` (with or without /v1). model: which of its models, None for the first. answers: folder
+    of the known answers, by default those of our own model that the server says it loaded.
 
     Raises QwenNvfp4Error when nothing there lists a model, UsageError when `model` is not among those listed.
     """
@@ -112,7 +114,9 @@ def connect(base_url: str, api_key: str | None, model: str | None = None) -> Ser
 
 def _known(root: str | None, max_model_len: int, answers: Path | None) -> tuple[KnownAnswer, ...]:
     folder = answers or served_folder(root)
-    return one_of_each(read_answers(folder), max_model_len) if folder else ()
+    if folder is None or max_model_len < LEAST_TOKENS:
+        return ()
+    return one_of_each(read_answers(folder), max_model_len)
 
 
 def run_checks(server: Server) -> tuple[Check, ...]:

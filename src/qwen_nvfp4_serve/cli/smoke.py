@@ -1,4 +1,4 @@
-"""`qwen-nvfp4 smoke`: ask a running server nine things."""
+"""`qwen-nvfp4 smoke`: ask a running server what it must answer and what it must refuse."""
 
 from __future__ import annotations
 
