@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -134,13 +133,21 @@ def test_run_stubborn_child_is_killed_before_it_is_ready() -> None:
     assert driver.wait(timeout=20) == EXIT_STOPPED
 
 
-def test_run_supervisor_killed_outright_takes_its_child_along(tmp_path: Path) -> None:
-    driver = start("import time; print('up', flush=True); time.sleep(600)")
+def test_run_supervisor_killed_outright_takes_the_whole_tree_along_within_5_s() -> None:
+    driver = start(
+        f"""
+        import signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen([sys.executable, "-c", {STUBBORN!r}])
+        print("up", flush=True)
+        time.sleep(600)
+        """
+    )
     wait_for(driver, "READY")
-    below = family(driver)
+    below = grown_family(driver, 3)  # the child, its own child, and what watches over both
     driver.kill()
     driver.wait()
-    _, alive = psutil.wait_procs(below, timeout=10)
+    _, alive = psutil.wait_procs(below, timeout=5)
     assert not alive
 
 

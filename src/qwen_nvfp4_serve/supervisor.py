@@ -35,7 +35,9 @@ DRAIN_MARGIN_S = 5.0  # for a drain to end its last streams, before SIGTERM goes
 ENGINE_GRACE_S = 4.0  # vLLM ends open streams with an error at once when its engine dies, and itself after 5 s
 ENGINE_TITLE = "VLLM::"  # titles of the engine core and of the workers (vllm/utils/system_utils.py, 0.32 and 0.33)
 REAP_S = 5.0
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+# Reads until its standard input ends, which this process holds open: so it outlives us, however we end, and no longer.
+GUARD = 'trap "" HUP INT TERM; read -r _; kill -s KILL -- "-$1"'
 
 # vLLM's own log lines that begin a stage (v1/worker/*, v1/engine/core.py of 0.32 and 0.33).
 STAGE_LINES: tuple[tuple[re.Pattern[str], Stage, str], ...] = (
@@ -94,6 +96,7 @@ class Supervisor:
             start_new_session=True,
             preexec_fn=_prepare_child,  # noqa: PLW1509 - no thread of ours runs yet
         )
+        guard = _guard(child.pid)
         reader = threading.Thread(target=self._read, args=(child,), daemon=True)
         reader.start()
         threading.Thread(target=self._await_ready, args=(child, began), daemon=True).start()
@@ -101,6 +104,7 @@ class Supervisor:
             return self._watch(child)
         finally:
             end_all(child.pid)
+            guard.wait()
             reader.join(timeout=1.0)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -237,14 +241,21 @@ def _reap() -> None:
         return
 
 
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+def _guard(group: int) -> subprocess.Popen[bytes]:
+    """A shell that kills process group `group` once this process is gone, even by SIGKILL; `end_all` ends it too."""
+    return subprocess.Popen(
+        ["/bin/sh", "-c", GUARD, "sh", str(group)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 def _become_subreaper() -> None:
     """Orphans of vLLM become our children, so that `end_all` still finds them (Linux)."""
     if sys.platform == "linux":
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _engine_processes(leader_pid: int) -> tuple[psutil.Process, ...]:
@@ -264,7 +275,5 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _prepare_child() -> None:
-    """In the child: a drain signal before its handler is there does no harm; SIGTERM when we are killed (Linux)."""
+    """In the child: a drain signal before its handler is there does no harm."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    if sys.platform == "linux":
-        _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
