@@ -1,0 +1,230 @@
+"""The routed experts for any number of tokens, on any card: a grouped GEMM that reads the packed weights in place.
+
+    y = experts(x, weights, topk_ids, topk_weights)
+
+The pairs of token and elected expert are dealt into blocks of one expert each, in order; a block's weights are
+dequantized in registers (`large_m_kernels`), h = SiLU(gate) * up is rounded to BF16, and a token's pairs are added up
+in float32 in their order. The result is bounded as `reference.moe_experts` says and repeats bit for bit.
+Tokens beyond what WORKSPACE_BYTES holds are served in several rounds. Needs Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels.nvfp4_moe.weights import ExpertWeights
+
+K_MULTIPLE = 64  # of both products' columns: four blocks of 16, one tile of the scales' order
+WORKSPACE_BYTES = 256 * 2**20
+PAIRS_IN_STEP = 1024  # that one step of the dealing looks at
+COLUMNS_IN_STEP = 1024  # of the kernels that only move or add
+STEP_BYTES = 64  # of a weight row that one step takes, or half of it where rows are no multiple
+OLDEST_CAPABILITY = (8, 0)  # BF16 tensor cores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """What one program computes: `rows` pairs of `columns` outputs. warps, stages: as Triton understands them."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+# Chosen so that all fit the registers and the 99 KB of shared memory of compute capability 12.0; not tuned on any card.
+TILES = (
+    Tile(rows=16, columns=64, warps=4, stages=4),
+    Tile(rows=64, columns=64, warps=4, stages=3),
+    Tile(rows=128, columns=64, warps=8, stages=3),
+)
+
+
+def unavailable() -> str | None:
+    """Why this cannot run on this machine at all, None if it can."""
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def supports(capability: tuple[int, int], hidden: int, intermediate: int) -> str | None:
+    """None if experts of these dimensions are served on a card of this compute capability, else the reason."""
+    if capability < OLDEST_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} has no BF16 tensor cores"
+    for name, size in (("hidden", hidden), ("intermediate", intermediate)):
+        if size < 1 or size % K_MULTIPLE:
+            return f"{name} size {size} is not a multiple of {K_MULTIPLE}"
+    return None
+
+
+def tile_for(tokens: int, top_k: int, experts: int) -> Tile:
+    """The smallest tile that holds the pairs an expert has on average, the largest where none does."""
+    average = tokens * top_k / experts
+    return next((tile for tile in TILES if average <= tile.rows), TILES[-1])
+
+
+def workspace_bytes(tokens: int, top_k: int, hidden: int, intermediate: int) -> int:
+    """What a call of so many tokens takes beside its result: activations, h and the pairs' outputs."""
+    round_ = min(tokens, tokens_in_round(top_k, hidden, intermediate))
+    return round_ * _token_bytes(top_k, hidden, intermediate)
+
+
+def tokens_in_round(top_k: int, hidden: int, intermediate: int) -> int:
+    """The most tokens that WORKSPACE_BYTES suffice for, at least one."""
+    return max(1, WORKSPACE_BYTES // _token_bytes(top_k, hidden, intermediate))
+
+
+def _token_bytes(top_k: int, hidden: int, intermediate: int) -> int:
+    return 2 * hidden + top_k * (2 * intermediate + 4 * hidden)
+
+
+def experts(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    y: torch.Tensor | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """The routed experts' weighted sum, [M, H] in x's dtype, into y if it is given (contiguous).
+
+    x: bf16 [M, H]. topk_ids: int32 [M, k], an id outside 0..E-1 adds nothing. topk_weights: float32 [M, k].
+    tile: instead of the one chosen for M. Raises UsageError for shapes, dtypes or sizes that are not served.
+    """
+    _check(x, weights, topk_ids, topk_weights)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
+    tokens, top_k = topk_ids.shape
+    if tokens == 0:
+        return y
+    rounds = -(-tokens // tokens_in_round(top_k, weights.hidden, weights.intermediate))
+    size = -(-tokens // rounds)
+    for first in range(0, tokens, size):
+        part = slice(first, min(first + size, tokens))
+        chosen = tile or tile_for(part.stop - part.start, top_k, weights.experts)
+        rows, ids, shares = (tensor[part].contiguous() for tensor in (x, topk_ids, topk_weights))
+        _round(rows, ids, shares, weights, y[part], chosen)
+    return y
+
+
+def warm_up(weights: ExpertWeights, top_k: int) -> None:
+    """Compiles every tile for these weights, so that no call does it later, least of all inside a graph capture."""
+    device = weights.w13.device
+    x = torch.zeros(1, weights.hidden, dtype=torch.bfloat16, device=device)
+    ids = torch.arange(top_k, dtype=torch.int32, device=device).unsqueeze(0)
+    shares = torch.ones(1, top_k, device=device)
+    for tile in TILES:
+        experts(x, weights, ids, shares, tile=tile)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Pairs dealt into blocks. order: int32 [blocks * rows], a pair or -1. expert: int32 [blocks], -1 for nobody's."""
+
+    order: torch.Tensor
+    expert: torch.Tensor
+
+
+def deal(topk_ids: torch.Tensor, experts_count: int, rows: int) -> Blocks:
+    """The pairs of each expert in blocks of `rows`, in order. topk_ids: int32 [M, k], contiguous.
+
+    Memory behind the last block is not written. No pair, no block: ids outside 0..E-1 are dealt nowhere.
+    """
+    kernels, pairs = _kernels(), topk_ids.numel()
+    # Each block holds a pair, and all but one of an expert's are full.
+    blocks = min(pairs, pairs // rows + min(experts_count, pairs))
+    counts, order, expert = (
+        torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in (experts_count, blocks * rows, blocks)
+    )
+    width = 1 << (experts_count - 1).bit_length()
+    kernels.count_pairs[(experts_count,)](topk_ids, counts, pairs, CHUNK=PAIRS_IN_STEP)
+    kernels.place_pairs[(experts_count + 1,)](
+        topk_ids, counts, order, expert, pairs, experts_count, blocks, WIDTH=width, ROWS=rows, CHUNK=PAIRS_IN_STEP
+    )
+    return Blocks(order, expert)
+
+
+def _round(  # noqa: PLR0917
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    shares: torch.Tensor,
+    weights: ExpertWeights,
+    y: torch.Tensor,
+    tile: Tile,
+) -> None:
+    kernels = _kernels()
+    tokens, top_k = ids.shape
+    hidden, width = weights.hidden, weights.intermediate
+    blocks = deal(ids, weights.experts, tile.rows)
+    steps = (tokens, -(-hidden // COLUMNS_IN_STEP))
+    split = torch.empty_like(x)
+    kernels.split_columns[steps](x, split, hidden, WIDTH=COLUMNS_IN_STEP)
+    middle = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
+    shape: dict[str, Any] = {"ROWS": tile.rows, "COLUMNS": tile.columns}
+    options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
+    kernels.gate_up[(-(-width // tile.columns), blocks.expert.numel())](
+        split,
+        blocks.order,
+        blocks.expert,
+        weights.w13,
+        weights.w13_scales.view(torch.uint8),
+        weights.gate_scale,
+        weights.up_scale,
+        middle,
+        top_k,
+        hidden,
+        width,
+        weights.w13_scales[0].numel(),
+        0,
+        width,
+        BYTES=_step_bytes(hidden),
+        **shape,
+        **options,
+    )
+    pair_output = torch.empty(tokens * top_k, hidden, dtype=torch.float32, device=x.device)
+    kernels.down[(-(-hidden // tile.columns), blocks.expert.numel())](
+        middle,
+        blocks.order,
+        blocks.expert,
+        weights.w2,
+        weights.w2_scales.view(torch.uint8),
+        weights.down_scale,
+        pair_output,
+        hidden,
+        width,
+        weights.w2_scales[0].numel(),
+        BYTES=_step_bytes(width),
+        **shape,
+        **options,
+    )
+    kernels.add_up[steps](pair_output, ids, shares, y, weights.experts, hidden, TOP_K=top_k, WIDTH=COLUMNS_IN_STEP)
+
+
+def _step_bytes(columns: int) -> int:
+    return STEP_BYTES if columns % (2 * STEP_BYTES) == 0 else STEP_BYTES // 2
+
+
+def _kernels() -> ModuleType:
+    from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m_kernels
+
+    return large_m_kernels
+
+
+def _check(x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: torch.Tensor) -> None:
+    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else OLDEST_CAPABILITY
+    reason = weights.problem() or supports(capability, weights.hidden, weights.intermediate)
+    if reason is not None:
+        raise UsageError("experts of the grouped GEMM", seen=reason)
+    if x.ndim != 2 or x.shape[1] != weights.hidden or (x.is_cuda and x.dtype is not torch.bfloat16):
+        expected = f"bfloat16 [M, {weights.hidden}]"
+        raise UsageError("activations", seen=f"{x.dtype} {tuple(x.shape)}", expected=expected)
+    if ids.dtype is not torch.int32 or ids.ndim != 2 or ids.shape[0] != x.shape[0]:
+        raise UsageError("topk_ids", seen=f"{ids.dtype} {tuple(ids.shape)}", expected=f"int32 [{x.shape[0]}, k]")
+    if shares.dtype is not torch.float32 or shares.shape != ids.shape:
+        raise UsageError(
+            "topk_weights", seen=f"{shares.dtype} {tuple(shares.shape)}", expected=f"float32 {tuple(ids.shape)}"
+        )

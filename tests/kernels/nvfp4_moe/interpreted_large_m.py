@@ -1,0 +1,151 @@
+"""The grouped GEMM of the experts in Triton's interpreter, which a process has from its start or not at all:
+
+    TRITON_INTERPRET=1 python -m pytest tests/kernels/nvfp4_moe/interpreted_large_m.py
+
+`test_large_m.py` starts that. The interpreter cannot multiply BF16, so activations are float32 here, and nothing
+between the products is rounded.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from qwen_nvfp4_serve.kernels import nvfp4, nvfp4_moe
+from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, large_m
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+large_m_kernels = pytest.importorskip("qwen_nvfp4_serve.kernels.nvfp4_moe.large_m_kernels")
+
+EXPERTS, HIDDEN, WIDTH, TOP_K = 6, 192, 64, 3
+
+
+def random_experts(experts: int = EXPERTS, hidden: int = HIDDEN, width: int = WIDTH) -> ExpertWeights:
+    """Every code and many scales, with three unequal global scales for each expert."""
+    generator = torch.Generator().manual_seed(experts + hidden + width)
+
+    def packed(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, generator=generator)
+        scale = torch.randint(32, 127, (experts, rows, columns // 16), dtype=torch.uint8, generator=generator)
+        return codes, scale.view(torch.float8_e4m3fn)
+
+    w13, w13_scale = packed(2 * width, hidden)
+    w2, w2_scale = packed(hidden, width)
+    gate, up, down = (torch.rand(experts, generator=generator) * size + size for size in (1e-5, 7e-5, 3e-4))
+    return nvfp4_moe.prepare_experts(
+        w13=w13,
+        w13_block_scale=w13_scale,
+        w2=w2,
+        w2_block_scale=w2_scale,
+        gate_scale=gate,
+        up_scale=up,
+        down_scale=down,
+    )
+
+
+def expected(x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """The sum in float64, nothing rounded."""
+    hidden, width = weights.hidden, weights.intermediate
+    y = torch.zeros(x.shape, dtype=torch.float64)
+    for token, chosen in enumerate(ids.tolist()):
+        for rank, expert in enumerate(chosen):
+            if not 0 <= expert < weights.experts:
+                continue
+            rows = torch.stack((weights.gate_scale[expert], weights.up_scale[expert])).repeat_interleave(width)
+            block = nvfp4.unswizzle_scales(weights.w13_scales[expert], 2 * width, hidden // 16)
+            gate, up = (
+                nvfp4.dequantize_nvfp4(weights.w13[expert], block, rows, dtype=torch.float64) @ x[token].double()
+            ).chunk(2)
+            block = nvfp4.unswizzle_scales(weights.w2_scales[expert], hidden, width // 16)
+            down = nvfp4.dequantize_nvfp4(weights.w2[expert], block, weights.down_scale[expert], dtype=torch.float64)
+            y[token] += shares[token, rank].double() * (down @ (torch.nn.functional.silu(gate) * up))
+    return y
+
+
+def choice(tokens: int, how: str, experts: int = EXPERTS, top_k: int = TOP_K) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and weights: `uniform`, `one` expert first for all, or some `outside` the experts and a row of padding."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)]).int()
+    if how == "one":
+        ids[:, 0] = experts - 1
+        ids[:, 1:] = torch.where(ids[:, 1:] == experts - 1, 0, ids[:, 1:])
+    if how == "outside":
+        ids[0, 1], ids[-1], ids[tokens // 2, 0] = experts, -1, -7
+    return ids, torch.rand(tokens, top_k, generator=generator)
+
+
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize(("tokens", "how"), [(1, "uniform"), (40, "uniform"), (40, "one"), (9, "outside")])
+def test_deal_every_pair_lies_once_in_a_block_of_its_expert(tokens: int, how: str, rows: int) -> None:
+    ids, _ = choice(tokens, how)
+    blocks = large_m.deal(ids, EXPERTS, rows)
+    found: dict[int, list[int]] = {expert: [] for expert in range(EXPERTS)}
+    for expert, pairs in zip(blocks.expert.tolist(), blocks.order.view(-1, rows).tolist(), strict=True):
+        if expert >= 0:
+            found[expert] += [pair for pair in pairs if pair >= 0]
+    flat = ids.flatten().tolist()
+    assert found == {expert: [p for p, chosen in enumerate(flat) if chosen == expert] for expert in range(EXPERTS)}
+
+
+def test_deal_one_expert_with_more_pairs_than_a_step_keeps_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(large_m, "PAIRS_IN_STEP", 16)
+    blocks = large_m.deal(torch.tensor([[0, 2]] * 40, dtype=torch.int32), 3, 16)
+    assert blocks.expert.tolist()[:6] == [0, 0, 0, 2, 2, 2]
+    assert blocks.order[:40].tolist() == list(range(0, 80, 2))
+    assert blocks.order[40:48].tolist() == [-1] * 8
+
+
+@pytest.mark.parametrize("tile", large_m.TILES, ids=lambda tile: f"rows{tile.rows}")
+@pytest.mark.parametrize(("tokens", "how"), [(1, "uniform"), (19, "one"), (6, "outside")])
+def test_experts_every_tile_equals_the_definition(tile: large_m.Tile, tokens: int, how: str) -> None:
+    weights, (ids, shares) = random_experts(), choice(tokens, how)
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(3))
+    y = large_m.experts(x, weights, ids, shares, y=torch.full_like(x, float("nan")), tile=tile)
+    wanted = expected(x, weights, ids, shares)
+    torch.testing.assert_close(y.double(), wanted, rtol=2e-5, atol=2e-5 * float(wanted.abs().max()))
+    if how == "outside":
+        assert not y[-1].any()
+
+
+def test_experts_sizes_of_whole_steps_equal_the_definition() -> None:
+    weights, (ids, shares) = random_experts(3, 128, 128), choice(5, "uniform", experts=3, top_k=2)
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(4))
+    wanted = expected(x, weights, ids, shares)
+    y = large_m.experts(x, weights, ids, shares)
+    torch.testing.assert_close(y.double(), wanted, rtol=2e-5, atol=2e-5 * float(wanted.abs().max()))
+
+
+def test_experts_in_several_rounds_equal_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, (ids, shares) = random_experts(), choice(7, "uniform")
+    x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(5))
+    whole = large_m.experts(x, weights, ids, shares)
+    monkeypatch.setattr(large_m, "WORKSPACE_BYTES", 3 * large_m.workspace_bytes(1, TOP_K, HIDDEN, WIDTH))
+    assert large_m.tokens_in_round(TOP_K, HIDDEN, WIDTH) == 3
+    torch.testing.assert_close(large_m.experts(x, weights, ids, shares), whole)
+
+
+@triton.jit
+def decode(codes, bytes_, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.arange(0, SIZE)
+    scale = large_m_kernels._scales(bytes_, row, row < SIZE, 0, 1, 4)
+    code = tl.load(codes + tl.arange(0, 16)).to(tl.uint16)
+    for group in tl.static_range(4):
+        one = tl.sum(tl.where(tl.arange(0, 4)[None, :] == group, scale, 0.0), 1)
+        at = row[:, None] * 64 + group * 16 + tl.arange(0, 16)[None, :]
+        tl.store(out + at, large_m_kernels._values(code[None, :], one[:, None]))
+
+
+def test_weights_every_code_times_every_scale_is_exact() -> None:
+    every = torch.arange(512, dtype=torch.int64) % 127
+    plain = every.to(torch.uint8).view(torch.float8_e4m3fn).view(128, 4)
+    codes = torch.arange(16, dtype=torch.uint8)
+    out = torch.full((128, 4, 16), float("nan"))
+    decode[(1,)](codes, nvfp4.swizzle_scales(plain).view(torch.uint8), out, SIZE=128)
+    wanted = plain.float().unsqueeze(-1) * nvfp4.decode_e2m1(codes) * 2.0**-22
+    assert torch.equal(out, wanted)
+    assert torch.equal(out.bfloat16().float(), wanted)

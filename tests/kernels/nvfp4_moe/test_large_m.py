@@ -1,0 +1,129 @@
+"""The grouped GEMM of the experts without a card: its limits, its numbers, its machine code for three cards."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, large_m
+
+with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+INTERPRETED = Path(__file__).parent / "interpreted_large_m.py"
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}  # of a block, by compute capability
+
+
+@with_triton
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_numbers_in_the_interpreter_equal_the_definition() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def zero_experts() -> ExpertWeights:
+    """Two experts of hidden size 128 and width 64."""
+    scales = torch.ones(2)
+    return ExpertWeights(
+        w13=torch.zeros(2, 128, 64, dtype=torch.uint8),
+        w13_scales=torch.zeros(2, 128, 8).to(torch.float8_e4m3fn),
+        w2=torch.zeros(2, 128, 32, dtype=torch.uint8),
+        w2_scales=torch.zeros(2, 128, 4).to(torch.float8_e4m3fn),
+        gate_scale=scales,
+        up_scale=scales,
+        down_scale=scales,
+    )
+
+
+def test_tile_grows_with_the_pairs_of_an_expert() -> None:
+    chosen = [large_m.tile_for(tokens, 8, 256).rows for tokens in (1, 512, 513, 2048, 2049, 8192)]
+    assert chosen == [16, 16, 64, 64, 128, 128]
+
+
+def test_workspace_is_bounded_whatever_the_tokens() -> None:
+    some, many = (large_m.workspace_bytes(tokens, 8, 2048, 512) for tokens in (64, 10**6))
+    assert some == 64 * (2 * 2048 + 8 * (2 * 512 + 4 * 2048))
+    assert some < many <= large_m.WORKSPACE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("capability", "hidden", "width", "word"),
+    [((7, 5), 2048, 512, "7.5"), ((9, 0), 2080, 512, "2080"), ((9, 0), 2048, 96, "96"), ((9, 0), 2048, 0, "0")],
+)
+def test_supports_refuses_with_the_reason(capability: tuple[int, int], hidden: int, width: int, word: str) -> None:
+    assert word in (large_m.supports(capability, hidden, width) or "")
+
+
+def test_supports_takes_the_models_and_half_of_them() -> None:
+    assert not any(large_m.supports((9, 0), *sizes) for sizes in ((2048, 512), (2048, 256), (256, 64)))
+
+
+@pytest.mark.parametrize("spoiled", ["topk_ids", "topk_weights", "activations"])
+def test_experts_other_shapes_or_dtypes_are_refused(spoiled: str) -> None:
+    x, ids, shares = torch.zeros(2, 128), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
+    x = torch.zeros(2, 192) if spoiled == "activations" else x
+    ids = ids.long() if spoiled == "topk_ids" else ids
+    shares = shares[:1] if spoiled == "topk_weights" else shares
+    with pytest.raises(UsageError, match=spoiled):
+        large_m.experts(x, zero_experts(), ids, shares)
+
+
+def test_experts_without_tokens_are_none() -> None:
+    none = torch.zeros(0, 1)
+    assert large_m.experts(torch.zeros(0, 128), zero_experts(), none.int(), none).shape == (0, 128)
+
+
+COMPILE = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m, large_m_kernels
+
+card = int(sys.argv[1])
+pointers = {"split": "*bf16", "middle": "*bf16", "order": "*i32", "block_expert": "*i32", "packed": "*u8",
+            "scales": "*u8", "gate_scale": "*fp32", "up_scale": "*fp32", "down_scale": "*fp32", "pair_output": "*fp32"}
+aligned = {"hidden", "width", "scale_bytes", "gate_row", "up_row"}
+for tile in large_m.TILES:
+    for kernel in (large_m_kernels.gate_up, large_m_kernels.down):
+        fixed = {"ROWS": tile.rows, "COLUMNS": tile.columns, "BYTES": large_m.STEP_BYTES}
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in fixed else pointers.get(name, "i32") for name in names}
+        whole = [(i,) for i, name in enumerate(names) if name in pointers.keys() | aligned]
+        attributes = {at: [["tt.divisibility", 16]] for at in whole}
+        source = ASTSource(kernel, signature, constexprs=fixed, attrs=attributes)
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        built = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+        products = built.asm["ptx"].count("wgmma.mma_async") + built.asm["ptx"].count("mma.sync")
+        print(json.dumps({"kernel": kernel.__name__, "rows": tile.rows, "shared": built.metadata.shared,
+                          "products": products, "bytes": len(built.asm["cubin"])}))
+"""
+
+
+@with_triton
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("card", [80, 90, 120])
+def test_kernels_compile_for_the_card_and_fit_its_shared_memory(card: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(card)], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 2 * len(large_m.TILES)
+    for row in rows:
+        assert row["products"] > 0, row
+        assert row["bytes"] > 0, row
+        assert row["shared"] <= SHARED_BYTES[card], row
