@@ -132,6 +132,8 @@ def test_install_lock_makes_a_second_install_wait(checkout: Path) -> None:
         ("DEVICE = cpu", "cpu"),
         ("\ufeffDEVICE=cpu", "cpu"),
         ("DEVICE=cpu # no card", "cpu"),
+        ("DEVICE=cuda\nPORT=1\nDEVICE=cpu", "cpu"),  # the last counts, and `serve` says so
+        ("DEVICE=cuda\nDEVICE=", "auto"),
     ],
 )
 def test_device_setting_is_read_from_env_file(checkout: Path, line: str, wanted: str) -> None:

@@ -57,6 +57,80 @@ def test_load_settings_bad_line_is_refused_naming_what_would_be_right(env_file: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("PORT=70000", "a whole number from 1 to 65535"),
+        ("PORT=http", "a whole number from 1 to 65535"),
+        ("PORT=8000.5", "a whole number from 1 to 65535"),
+        ("PORT=" + "9" * 5000, "a whole number from 1 to 65535"),
+        ("MAX_MODEL_LEN=15", "a whole number at least 16"),
+        ("GPU_MEMORY_UTILIZATION=1", "a number more than 0 and less than 1"),
+        ("GPU_MEMORY_UTILIZATION=nan", "a number more than 0 and less than 1"),
+        ("CPU_KV_CACHE_GIB=inf", "a number more than 0 and at most 1024"),
+        ("VISION=perhaps", "1 or 0"),
+        ("KV_CACHE_DTYPE=int8", "fp8 or bfloat16"),
+        ("DEVICE=gpu", "auto, cuda or cpu"),
+        ("SERVED_MODEL_NAME=a b", "letters, digits and . / : @ + - _ only, a letter or digit first"),
+        ("VLLM_API_KEY=a b", "printable ASCII without spaces: no client can send another key"),
+    ],
+)
+def test_load_settings_bad_value_says_what_was_seen_expected_and_where_to_change_it(
+    env_file: Path, line: str, expected: str
+) -> None:
+    env_file.write_text(line + "\n")
+    name, _, value = line.partition("=")
+    with pytest.raises(UsageError) as caught:
+        load_settings(env_file, {})
+    error = caught.value
+    assert (error.what, error.expected) == (name, expected)
+    assert error.do
+    assert error.do.endswith(f"Change {name} in .env.")
+    assert error.seen == "a secret" if "KEY" in name else value[:20] in str(error.seen)
+    with pytest.raises(UsageError, match="in the environment, which wins over"):
+        load_settings(env_file, {name: value})
+
+
+def test_load_settings_value_close_to_a_right_one_is_guessed(env_file: Path) -> None:
+    env_file.write_text("KV_CACHE_DTYPE=bf16\n")
+    with pytest.raises(UsageError, match="Did you mean bfloat16"):
+        load_settings(env_file, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "notices"),
+    [
+        ("PORT=8001\nVISION=1\n", []),
+        ("PORT=8001\n#PORT=8002\n", []),
+        (
+            "PORT=8001\n\n# mine\nVISION=1\n\n\nexport PORT=8003\n",
+            ["WARNING: PORT is set on lines 1 and 7 of .env: line 7 counts"],
+        ),
+        (
+            "PORT=1\r\nHF_TOKEN=hunter1\r\nHF_TOKEN='hunter2'\r\nPORT=2\r\nPORT=8003\r\n",
+            [
+                "WARNING: PORT is set on lines 1, 4 and 5 of .env: line 5 counts",
+                "WARNING: HF_TOKEN is set on lines 2 and 3 of .env: line 3 counts",
+            ],
+        ),
+    ],
+)
+def test_load_settings_key_set_twice_is_one_warning_and_the_last_counts(
+    env_file: Path, text: str, notices: list[str]
+) -> None:
+    env_file.write_bytes(text.encode())
+    loaded = load_settings(env_file, {})
+    assert [notice for notice in loaded.notices if "is set" in notice] == notices
+    assert loaded.settings.port == (8003 if notices else 8001)
+    assert "hunter" not in "".join(loaded.notices)
+
+
+def test_load_settings_malformed_line_after_blank_ones_is_named_by_its_own_number(env_file: Path) -> None:
+    env_file.write_text("PORT=8001\n\n\njust words\n")
+    with pytest.raises(UsageError, match=r"\.env line 4"):
+        load_settings(env_file, {})
+
+
 def test_load_settings_two_bad_values_are_both_named(env_file: Path) -> None:
     env_file.write_text("PORT=0\nMAX_NUM_SEQS=x\n")
     with pytest.raises(UsageError, match=r"PORT.*MAX_NUM_SEQS"):

@@ -20,14 +20,10 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.secret_files import read_secret_files
+from qwen_nvfp4_serve.settings_faults import explain
 from qwen_nvfp4_serve.settings_names import check_names, read_env_file
 
-KV_NVFP4_POLICY = (
-    "an NVFP4 KV cache is refused by our policy: vLLM accepts it on SM12x, but wrong text was reported "
-    "and nobody we trust has verified it; use fp8 or bfloat16"
-)
 ENV_FILE = Path(".env")
-SHOWN_CHARACTERS = 60
 SECRETS_DIR = Path("/run/secrets")  # where container engines mount file secrets
 
 
@@ -210,36 +206,25 @@ def load_settings(
     Raises UsageError naming the key, the value seen and the right spelling or range. Secrets are never echoed.
     """
     if required and env_file is not None and not env_file.exists():
-        raise UsageError(f"{str(env_file)[:SHOWN_CHARACTERS]} is not there", do="Name a file with KEY=value lines.")
-    from_file = read_env_file(env_file) if env_file else {}
+        raise UsageError(f"{env_file} is not there", do="Name a file with KEY=value lines.")
+    from_file, notices = read_env_file(env_file) if env_file else ({}, [])
     names = frozenset(knobs())
     passthrough = check_names(from_file, environ, names)
     given = {**from_file, **{k: v for k, v in environ.items() if k in names}}
     returns = [key for key, value in given.items() if value.endswith("\r")]
     if env_file and env_file.exists() and b"\r\n" in env_file.read_bytes():
         returns += [key for key in from_file if key not in returns]
-    notices = [f"{', '.join(returns)}: stripped trailing carriage returns (saved on Windows?)"] if returns else []
+    if returns:
+        notices.append(f"{', '.join(returns)}: stripped trailing carriage returns (saved on Windows?)")
     given = {key: value.strip() for key, value in given.items() if key in names and value.strip()}
     given |= read_secret_files(given)
     values: dict[str, Any] = {"_secrets_dir": SECRETS_DIR if SECRETS_DIR.is_dir() else None, **given}
     try:
         settings = Settings(**values)
     except ValidationError as error:
-        raise UsageError(_explain(error)) from None
+        raise explain(error, knobs(), environ) from None
     _check_together(settings)
     return Loaded(settings, tuple(notices), passthrough)
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    for fault in error.errors():
-        name = str(fault["loc"][0]).upper()
-        seen = "a secret" if "SecretStr" in str(knobs()[name].annotation) else repr(fault["input"])[:SHOWN_CHARACTERS]
-        reason = fault["msg"].removeprefix("Value error, ")
-        if name == "KV_CACHE_DTYPE" and "nvfp4" in str(fault["input"]):
-            reason = KV_NVFP4_POLICY
-        lines.append(f"{name}: seen {seen}, {reason[0].lower()}{reason[1:]}")
-    return "; ".join(lines)
 
 
 def _check_together(settings: Settings) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dotenv import dotenv_values
-from dotenv.parser import parse_stream
+from dotenv.parser import Original, parse_stream
 
 from qwen_nvfp4_serve.errors import UsageError
 
@@ -78,11 +78,14 @@ DISTINCT_LENGTH = 8
 CLOSE_IN_FILE = 0.6
 
 
-def read_env_file(path: Path) -> dict[str, str]:
-    """The assignments of a `.env` file; empty when there is none. Raises UsageError on a line that is no assignment."""
+def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
+    """The assignments of a `.env` file and a notice for each key that it sets twice; both empty when there is none.
+
+    The last assignment counts, as for Compose and every other reader. Raises UsageError on a line that is none.
+    """
     try:
         if not path.exists() and not path.is_symlink():
-            return {}
+            return {}, []
         if not path.is_file() and not path.is_char_device():
             raise UsageError(f"{path}", seen=_kind(path), expected="a text file with KEY=value lines")
         text = path.read_bytes().decode("utf-8-sig")  # editors on Windows write a byte-order mark
@@ -92,17 +95,32 @@ def read_env_file(path: Path) -> dict[str, str]:
         raise UsageError(
             f"{path}", seen=str(error), expected="a readable UTF-8 text file", do="Save it as UTF-8."
         ) from None
+    lines: dict[str, list[int]] = {}
     for binding in parse_stream(io.StringIO(text)):
+        if binding.key:
+            lines.setdefault(binding.key, []).append(_line(binding.original))
         if binding.error or (binding.key and binding.value is None):
             # Only the first word is shown: the rest may be a secret.
             word = re.match(r"\s*(?:export\s+)?([A-Za-z_]\w*)", binding.original.string)
             raise UsageError(
-                f"{path.name} line {binding.original.line}",
+                f"{path.name} line {_line(binding.original)}",
                 seen=f"{word[1]} …" if word else "no name",
                 expected="KEY=value",
                 do="Correct or remove the line.",
             )
-    return {key: value or "" for key, value in dotenv_values(stream=io.StringIO(text), interpolate=False).items()}
+    values = {key: value or "" for key, value in dotenv_values(stream=io.StringIO(text), interpolate=False).items()}
+    return values, [_repeated(path, key, places) for key, places in lines.items() if len(places) > 1]
+
+
+def _line(original: Original) -> int:
+    """Where an assignment stands; the parser counts from the blank lines before it."""
+    text = original.string
+    return original.line + text[: len(text) - len(text.lstrip())].count("\n")
+
+
+def _repeated(path: Path, key: str, lines: list[int]) -> str:
+    *earlier, last = map(str, lines)
+    return f"WARNING: {key} is set on lines {', '.join(earlier)} and {last} of {path.name}: line {last} counts"
 
 
 def _kind(path: Path) -> str:
