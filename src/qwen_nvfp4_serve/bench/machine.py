@@ -74,6 +74,13 @@ class Machine:
     cpu: str | None
     cpu_count: int | None
 
+    @property
+    def title(self) -> str:
+        """The card's name as a heading needs it; the processor's where there is no card."""
+        if self.card_name:
+            return self.card_name
+        return "an unnamed card" if self.remote else f"no card ({self.cpu or 'unknown CPU'})"
+
 
 def is_remote(base_url: str) -> bool:
     """Whether the server is on another machine, as far as its URL tells."""

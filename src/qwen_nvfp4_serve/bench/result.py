@@ -89,9 +89,7 @@ class Result:
     @property
     def card(self) -> str:
         """The card's name as a heading needs it; the processor's where there is no card."""
-        if self.machine.card_name:
-            return self.machine.card_name
-        return "an unnamed card" if self.machine.remote else f"no card ({self.machine.cpu or 'unknown CPU'})"
+        return self.machine.title
 
     def failure_counts(self) -> dict[str, int]:
         """Failed measured requests by kind."""

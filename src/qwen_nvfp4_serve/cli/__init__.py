@@ -24,6 +24,7 @@ COMMANDS = (
     "patches",
     "kernels",
     "bench",
+    "quality",
     "make_checkpoint",
 )
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130

@@ -29,8 +29,11 @@ def run_with_progress(order: Order) -> Result:
     return under_progress(lambda observe: run_bench(order, observe))
 
 
-def under_progress(work: Callable[[Callable[[Step], None]], Found]) -> Found:
-    """What `work` returns; it is given a function that moves a progress bar on standard error."""
+def under_progress(work: Callable[[Callable[[Step], None]], Found], *, failed: str = "failed") -> Found:
+    """What `work` returns; it is given a function that moves a progress bar on standard error.
+
+    failed: the word for what a step counts as failures.
+    """
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -51,8 +54,8 @@ def under_progress(work: Callable[[Callable[[Step], None]], Found]) -> Found:
         task = progress.add_task("starting", total=None)
 
         def observe(step: Step) -> None:
-            failed = f"  [red]{step.failures} failed[/]" if step.failures else ""
-            progress.update(task, total=step.total, completed=step.done, description=step.doing + failed)
+            counted = f"  [red]{step.failures} {failed}[/]" if step.failures else ""
+            progress.update(task, total=step.total, completed=step.done, description=step.doing + counted)
 
         return work(observe)
 

@@ -1,0 +1,67 @@
+"""Sends one question and returns what came back; never raises for what a server does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from qwen_nvfp4_serve.bench.client import PATHS, Target
+from qwen_nvfp4_serve.quality.answer import DETAIL_CHARS, Answer, Failure, read_answer
+from qwen_nvfp4_serve.quality.task import Task, Thinking
+
+MOST_BYTES = 64 * 1024**2  # a longer answer is not one
+
+
+def body_of(task: Task, thinking: Thinking, *, max_tokens: int, logprobs: bool) -> dict[str, Any]:
+    """The JSON of a greedy request, the model's name aside."""
+    body: dict[str, Any] = {"messages": list(task.messages), "temperature": 0.0, "max_tokens": max_tokens}
+    if task.tools:
+        body |= {"tools": list(task.tools), "tool_choice": "auto"}
+    if logprobs:
+        body["logprobs"] = True
+    return body | thinking_words(thinking)
+
+
+def thinking_words(thinking: Thinking) -> dict[str, Any]:
+    """What turns thinking on or off in the templates of this family; nothing for `default`."""
+    return {} if thinking == "default" else {"chat_template_kwargs": {"enable_thinking": thinking == "on"}}
+
+
+async def ask(target: Target, body: Mapping[str, Any]) -> Answer | Failure:
+    """The whole answer to one request within the target's time."""
+    content = json.dumps({"model": target.model, **body}).encode()
+    url, headers = target.base_url + PATHS["chat"], {"Content-Type": "application/json"}
+    said = b""
+    try:
+        async with (
+            asyncio.timeout(target.timeout_s),
+            target.http.stream("POST", url, content=content, headers=headers) as reply,
+        ):
+            async for piece in reply.aiter_bytes():
+                said += piece
+                if len(said) > MOST_BYTES:
+                    return Failure("bad answer", f"more than {MOST_BYTES} bytes", reply.status_code)
+            status = reply.status_code
+    except TimeoutError:
+        return Failure("timeout", f"no whole answer within {target.timeout_s:g} s")
+    except (httpx.ConnectError, httpx.UnsupportedProtocol) as error:
+        return Failure("no connection", str(error)[:DETAIL_CHARS])
+    except (httpx.HTTPError, httpx.StreamError) as error:
+        return Failure("dropped", (str(error) or type(error).__name__)[:DETAIL_CHARS])
+    if status != httpx.codes.OK:
+        return Failure("HTTP error", f"HTTP {status}: {_message(said)}", status)
+    return read_answer(said)
+
+
+def _message(said: bytes) -> str:
+    """The error's own sentence where the body is one of OpenAI's, else its beginning."""
+    try:
+        value = json.loads(said)
+        message = value["error"]["message"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = said.decode(errors="replace")
+    return " ".join(str(message).split())[:DETAIL_CHARS].encode("utf-8", "replace").decode()
