@@ -1,6 +1,6 @@
 """What a finished image must hold, asked at build: `check_image.py cpu|gpu`. Exit 1 with a line for each fault.
 
-vLLM inside its window, our plugin found exactly once, vLLM importable; for `gpu` also our kernels loadable and
+vLLM inside its window, our plugin found exactly once, vLLM importable, the embedded model there; for `gpu` also our kernels loadable and
 FlashInfer usable without a download. Nothing here needs a card.
 """
 
@@ -43,6 +43,15 @@ def vllm_imports(target: Target) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+def reference(_target: Target) -> str:
+    """The embedded model is in the package, with what it is known to answer."""
+    from qwen_nvfp4_serve.checkpoint import inspect_folder, require_servable
+    from qwen_nvfp4_serve.reference import EMBEDDED, read_answers
+
+    require_servable(inspect_folder(EMBEDDED))
+    return f"{len(read_answers(EMBEDDED))} known answers"
+
+
 def kernels(target: Target) -> str:
     """Every library is built in and loads; its CUDA runtime is linked statically, so no driver is needed for that."""
     if target == "cpu":
@@ -65,7 +74,7 @@ def flashinfer(target: Target) -> str:
     return f"with {' and '.join(found)}" if found else "WARNING: no prebuilt kernels, the first start compiles them"
 
 
-CHECKS: tuple[Callable[[Target], str], ...] = (vllm_version, plugin, vllm_imports, kernels, flashinfer)
+CHECKS: tuple[Callable[[Target], str], ...] = (vllm_version, plugin, vllm_imports, reference, kernels, flashinfer)
 
 
 def main(target: Target) -> int:

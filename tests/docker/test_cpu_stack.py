@@ -14,6 +14,7 @@ from engine import docker, need
 from stack import KEY, Stack, wait_until
 
 pytestmark = pytest.mark.docker
+LONG = 4000  # tokens: nearly the embedded model's context, many times SHUTDOWN_TIMEOUT_S
 
 
 def test_up_cpu_starts_exactly_one_server(stack: Stack) -> None:
@@ -23,7 +24,7 @@ def test_up_cpu_starts_exactly_one_server(stack: Stack) -> None:
 
 def test_up_stages_are_json_lines_in_order(stack: Stack) -> None:
     stages = [row["stage"] for row in stack.stages()]
-    wanted = ["preflight", "download", "load", "warm-up", "READY"]
+    wanted = ["preflight", "load", "warm-up", "READY"]
     assert [stage for stage in dict.fromkeys(stages) if stage in wanted] == wanted
     assert "http://127.0.0.1" in stack.stages()[-1]["message"]
 
@@ -89,9 +90,14 @@ def test_openai_client_from_outside_streams_an_answer(stack: Stack) -> None:
     client = openai.OpenAI(base_url=stack.url, api_key=KEY, max_retries=0)
     chunks = list(
         client.chat.completions.create(
-            model="embedded", messages=[{"role": "user", "content": "Hello"}], max_tokens=8, stream=True
+            model="embedded",
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            max_tokens=64,
+            temperature=0,
+            stream=True,
         )
     )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices).strip() == "Paris"
     assert any(chunk.choices and chunk.choices[0].finish_reason for chunk in chunks)
 
 
@@ -110,7 +116,7 @@ def test_kill_of_the_engine_ends_the_container_and_it_serves_again(stack: Stack,
 
 def test_stop_ends_four_open_streams_properly_and_takes_no_new_work(stack: Stack) -> None:
     """Two streams fit into SHUTDOWN_TIMEOUT_S and finish, two do not and are told so; all four end with [DONE]."""
-    streams = [Stream(stack, tokens) for tokens in (300, 300, 100_000, 100_000)]
+    streams = [Stream(stack, tokens) for tokens in (300, 300, LONG, LONG)]
     wait_until("all four streams run", lambda: all(stream.lines for stream in streams), within_s=60, every_s=0.05)
     stopping = threading.Thread(target=stack.compose, args=("stop", "cpu"))
     stopping.start()
