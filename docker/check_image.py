@@ -1,7 +1,7 @@
 """What a finished image must hold, asked at build: `check_image.py cpu|gpu`. Exit 1 with a line for each fault.
 
-vLLM inside its window, our plugin found exactly once, vLLM importable, the embedded model there; for `gpu` also our kernels loadable and
-FlashInfer usable without a download. Nothing here needs a card.
+vLLM inside its window, our plugin found exactly once, vLLM importable, the embedded model there; for `gpu` also our
+kernels loadable and FlashInfer usable without a download. Nothing here needs a card.
 """
 
 from __future__ import annotations
