@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +18,20 @@ def _has_cpu_vllm() -> bool:
     return installed_kind() == "cpu"
 
 
+def harness(name: str) -> str | None:
+    """The program of a peer's benchmark: that of scripts/peers, or one on PATH."""
+    installed = Path(__file__).resolve().parents[1] / ".peers" / "bin"
+    return shutil.which(name, path=str(installed)) or shutil.which(name)
+
+
 PROBES: dict[str, tuple[Callable[[], bool], str]] = {
     "docker": (lambda: run_probe("docker", "info") is not None, "no container engine answers `docker info`"),
     "nvcc": (lambda: shutil.which("nvcc") is not None, "nvcc is not on PATH"),
     "gpu": (lambda: bool(detect_gpus()), "nvidia-smi shows no card"),
+    "peers": (
+        lambda: all(harness(name) for name in ("llama-benchy", "guidellm")),
+        "llama-benchy and guidellm are not in .peers (scripts/peers) or on PATH",
+    ),
     "server": (_has_cpu_vllm, "vLLM's CPU build is not installed"),
 }
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 from tests.bench_stand_in import Script, scripted
+from tests.conftest import harness
 from tests.e2e.serving import Served
 from tests.e2e.test_bench_server import llama_benchy, ours
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("bundle", [1, 4])
 def test_llama_benchy_and_ours_differ_by_definition_only(tmp_path: Path, bundle: int) -> None:
-    program = shutil.which("llama-benchy")
-    if program is None:
-        pytest.skip("llama-benchy is not on PATH")
+    program = harness("llama-benchy")
+    assert program is not None
     with scripted(Script(tokens_per_s=100, bundles=(bundle,), prefill_s=0.2)) as url:
         server = Served.__new__(Served)
         server.port = int(url.split(":")[2].split("/")[0])

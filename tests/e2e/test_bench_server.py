@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shutil
 import statistics
 import subprocess
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.conftest import harness
 from tests.e2e.serving import COMMAND, Served, serve
 
 from qwen_nvfp4_serve.bench.prompts import WORDS
@@ -164,11 +164,11 @@ def llama_benchy(server: Served, folder: Path, program: str) -> dict[str, float]
     return {name: statistics.median(seen[field]["values"]) for name, field in names.items()}
 
 
+@pytest.mark.peers
 def test_llama_benchy_agrees_with_ours(server: Served, tmp_path: Path) -> None:
     """A difference of definition shows in every round, a burst of other work on the machine only in some."""
-    program = shutil.which("llama-benchy")
-    if program is None:
-        pytest.skip("llama-benchy is not on PATH")
+    program = harness("llama-benchy")
+    assert program is not None
     rounds = []
     for attempt in range(ROUNDS):
         folder = tmp_path / str(attempt)
@@ -182,10 +182,10 @@ def test_llama_benchy_agrees_with_ours(server: Served, tmp_path: Path) -> None:
     pytest.fail(f"our figures over llama-benchy's in {ROUNDS} rounds: {rounds}")
 
 
+@pytest.mark.peers
 def test_guidellm_runs_without_an_error(server: Served, tmp_path: Path) -> None:
-    program = shutil.which("guidellm")
-    if program is None:
-        pytest.skip("guidellm is not on PATH")
+    program = harness("guidellm")
+    assert program is not None
     report = tmp_path / "guidellm.json"
     command = [program, "run", "--backend", f"kind=openai_http,target={server.url.removesuffix('/v1')},model=embedded"]
     command += ["--tokenizer", f"kind=huggingface_auto,model={TOKENIZER}", "--profile", "kind=concurrent,streams=2"]
