@@ -66,7 +66,7 @@ def test_wrong_candidate_is_left_out_with_what_is_wrong(candidate: broken.Right,
 def test_candidate_that_leaves_padding_is_seen_at_padded_sizes_though_the_model_has_none() -> None:
     candidate = broken.LeavesPadding()
     assert judge(candidate, Shape(128, 128)).verdict is Verdict.ADMITTED
-    reason = trial.try_padded(candidate, torch.device("cpu"), (12, 0))
+    reason = trial.try_padded(candidate, torch.device("cpu"), (12, 0), lambda _stage: None)
     assert reason is not None
     assert "unwritten or NaN at M=1, from row 128" in reason
     assert "[200, 768]" in reason

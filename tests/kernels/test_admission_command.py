@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from qwen_nvfp4_serve.cli import kernels
 from qwen_nvfp4_serve.errors import UnsupportedHostError
 from qwen_nvfp4_serve.host import Gpu
+from qwen_nvfp4_serve.kernels import admission
 from qwen_nvfp4_serve.kernels.admission import Finding, Shape, Table, Verdict, store
 from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS
 
@@ -87,10 +89,19 @@ def test_kernels_admission_asks_for_the_shapes_of_the_config(
     from qwen_nvfp4_serve.synthetic import CheckpointSpec
     from qwen_nvfp4_serve.synthetic.config import model_config
 
-    asked: list[object] = []
-    monkeypatch.setattr(kernels, "admit", lambda shapes, card, directory: asked.extend((shapes, card, directory)))
-    (tmp_path / "config.json").write_text(json.dumps(model_config(CheckpointSpec())))
+    asked: list[Any] = []
+
+    def admit(shapes: tuple[Shape, ...], card: Gpu, directory: Path, **more: object) -> None:
+        asked.append((shapes, card, directory, more))
+
+    monkeypatch.setattr(kernels, "admit", admit)
+    config = model_config(CheckpointSpec())
+    (tmp_path / "config.json").write_text(json.dumps(config))
     run("--config", str(tmp_path), "--tensor-parallel", "1")
-    assert asked[1:] == [CARD, store.folder()]
-    assert isinstance(asked[0], tuple)
-    assert len(asked[0]) >= 6
+    linear, experts = asked
+    assert len(linear[0]) >= 6
+    assert linear[1:] == (CARD, store.folder(), {})
+    text = config["text_config"]
+    width, hidden = text["moe_intermediate_size"], text["hidden_size"]
+    assert experts[0] == (Shape(2 * width, hidden, text["num_experts"], text["num_experts_per_tok"]),)
+    assert experts[3]["names"] == admission.EXPERTS

@@ -8,7 +8,7 @@ import pytest
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.kernels.admission import EXACT, Finding, Shape, Span, Table, Verdict, left_out, serving, summary
-from qwen_nvfp4_serve.kernels.admission.shapes import linear_shapes, workspace_bytes
+from qwen_nvfp4_serve.kernels.admission.shapes import experts_shapes, linear_shapes, workspace_bytes
 from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS, WITHOUT_LIMIT, from_json, to_json
 from qwen_nvfp4_serve.models import find_model
 
@@ -94,12 +94,27 @@ def test_linear_shapes_of_two_cards_hold_half_of_each_weight() -> None:
     assert all(2 * b.n * b.k == a.n * a.k for a, b in zip(one, two, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("model", "cards", "expected"),
+    [
+        ("qwen3.5-35b-a3b", 1, (Shape(1024, 2048, 256, 8),)),
+        ("qwen3.5-35b-a3b", 2, (Shape(512, 2048, 256, 8),)),
+        ("qwen3.5-27b", 1, ()),
+    ],
+)
+def test_experts_shapes_are_the_routed_experts_of_one_card(model: str, cards: int, expected: tuple[Shape, ...]) -> None:
+    row = find_model(model)
+    assert row is not None
+    assert experts_shapes(row.dims, cards) == expected
+
+
 def test_workspace_covers_what_the_kernels_allocate() -> None:
     pytest.importorskip("torch")
     from qwen_nvfp4_serve.kernels.nvfp4_linear import launch
+    from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m
 
     assert workspace_bytes(132, moe=False) >= 2 * launch.DEQUANTIZED_BYTES
-    assert workspace_bytes(132, moe=True) == workspace_bytes(132, moe=False) * 3 // 2
+    assert workspace_bytes(132, moe=True) == workspace_bytes(132, moe=False) * 3 // 2 + large_m.WORKSPACE_BYTES
 
 
 def test_default_candidates_have_the_names_that_tables_use() -> None:

@@ -1,4 +1,4 @@
-"""`qwen-nvfp4 kernels`: which NVFP4 linear kernel serves how many tokens on this machine's card, and why."""
+"""`qwen-nvfp4 kernels`: which NVFP4 kernel serves how many tokens on this machine's card, and why."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from qwen_nvfp4_serve.dims import dims_from_config
 from qwen_nvfp4_serve.errors import UnsupportedHostError
 from qwen_nvfp4_serve.host import Gpu, detect_gpus
 from qwen_nvfp4_serve.kernels import build
-from qwen_nvfp4_serve.kernels.admission import Table, admit, store, summary
-from qwen_nvfp4_serve.kernels.admission.shapes import linear_shapes
+from qwen_nvfp4_serve.kernels.admission import EXPERTS, EXPERTS_SPEC, Table, admit, store, summary
+from qwen_nvfp4_serve.kernels.admission.shapes import experts_shapes, linear_shapes
 from qwen_nvfp4_serve.kernels.admission.table import to_json
 from qwen_nvfp4_serve.preflight import read_config
 from qwen_nvfp4_serve.serve import cache_dir
@@ -45,14 +45,17 @@ def kernels(
             raise UnsupportedHostError(
                 "no NVIDIA card to admit kernels on", do="Run this on the machine with the card."
             )
-        shapes = linear_shapes(dims_from_config(read_config(config)), tensor_parallel)
-        admit(shapes, card=cards[0], directory=directory)
+        dims = dims_from_config(read_config(config))
+        admit(linear_shapes(dims, tensor_parallel), card=cards[0], directory=directory)
+        if shapes := experts_shapes(dims, tensor_parallel):
+            admit(shapes, card=cards[0], directory=directory, names=EXPERTS, spec=EXPERTS_SPEC)
     found = report(cards, store.kept(directory))
     if json_:
         typer.echo(json.dumps(found, indent=2))
         return
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"kernel library: {found['library'] or 'not built (scripts/build-kernels)'}", markup=False)
+    for library, path in found["libraries"].items():
+        console.print(f"kernel library {library}: {path or 'not built (scripts/build-kernels)'}", markup=False)
     if not found["tables"]:
         console.print(f"no kernel table in {directory}: start with NVFP4_BACKEND=hybrid, or give --config")
     for table in found["tables"]:
@@ -65,11 +68,11 @@ def kernels(
 
 
 def report(cards: tuple[Gpu, ...], tables: tuple[Table, ...]) -> dict[str, Any]:
-    """The built library, and the tables with what each says and whether it would be used on one of `cards`."""
-    library = build.find(build.NVFP4_LINEAR)
+    """The built libraries, and the tables with what each says and whether it would be used on one of `cards`."""
+    found = {library.name: build.find(library) for library in build.LIBRARIES}
     here = [store.facts(card) for card in cards]
     return {
-        "library": str(library) if library else None,
+        "libraries": {name: str(path) if path else None for name, path in found.items()},
         "tables": [
             {
                 **to_json(table),

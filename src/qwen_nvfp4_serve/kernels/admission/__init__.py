@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
@@ -20,10 +21,12 @@ from qwen_nvfp4_serve.kernels.admission.table import Finding, Shape, Span, Table
 CANDIDATES = ("qwen-small-m", "qwen-dequantized", "flashinfer-cutlass", "flashinfer-b12x")
 EXACT = CANDIDATES[:2]  # those that leave activations as they are and have a scale for each row
 SPEC = "qwen_nvfp4_serve.kernels.admission.candidates:default_candidates"
+EXPERTS = ("qwen-experts-small-m", "qwen-experts-grouped")
+EXPERTS_SPEC = "qwen_nvfp4_serve.kernels.admission.experts:default_candidates"
 
 __all__ = [
-    "CANDIDATES", "EXACT", "Finding", "Limits", "Shape", "Span", "Table", "Verdict", "admit", "left_out", "serving",
-    "start_process", "summary",
+    "CANDIDATES", "EXACT", "EXPERTS", "EXPERTS_SPEC", "Finding", "Limits", "Shape", "Span", "Table", "Verdict",
+    "admit", "left_out", "serving", "start_process", "summary",
 ]  # fmt: skip
 
 
@@ -39,7 +42,7 @@ def start_process(
     request = {
         "spec": spec,
         "names": list(names),
-        "shapes": [[shape.n, shape.k] for shape in shapes],
+        "shapes": [list(astuple(shape)) for shape in shapes],
         "device": device,
     }
     return Process(request, environment)
@@ -51,12 +54,14 @@ def admit(
     card: Gpu,
     device: str = "cuda:0",
     names: Sequence[str] = CANDIDATES,
+    spec: str = SPEC,
     directory: Path | None = None,
     start: Callable[[Sequence[str]], Child] | None = None,
     limits: Limits | None = None,
 ) -> Table:
     """The table for these shapes on this card: the one kept, if it is valid and final, else a new one, kept.
 
+    names, spec: the candidates for linear layers unless told otherwise; for experts EXPERTS of EXPERTS_SPEC.
     device: as the child process sees the card. start: how a child is begun, to be replaced in tests.
     """
     valid_for = store.facts(card) | {"candidates": ",".join(names)}
@@ -68,7 +73,7 @@ def admit(
         if known is not None and (known.final or path.stat().st_mtime >= asked_s):
             return known
         begin = time.monotonic()
-        start = start or partial(start_process, shapes=shapes, device=device)
+        start = start or partial(start_process, shapes=shapes, device=device, spec=spec)
         findings = try_all(names, shapes, start=start, limits=limits)
         table = Table(facts=valid_for, findings=findings, took_s=time.monotonic() - begin)
         store.write(path, table)

@@ -144,7 +144,8 @@ def try_all(
         if verdict is None:
             break
         name = run.at.get("candidate")
-        where = f" at [{run.at.get('n')}, {run.at.get('k')}] in its {run.at['stage']} stage" if name else ""
+        numbers = (run.at.get(number, 0) for number in ("n", "k", "experts", "top_k"))
+        where = f" at {Shape(*numbers)} in its {run.at['stage']} stage" if name else ""
         if verdict is Verdict.CRASHED:
             seen = f"ended the process{where}: {words}"
         if name is None:

@@ -13,6 +13,7 @@ VOCAB_MULTIPLE = 64  # vLLM pads the rows of lm_head to it (layers/vocab_paralle
 DEQUANTIZED_BYTES = 128 * MIB
 PARTIAL_BYTES_PER_PROCESSOR = 2 * 2 * 64 * 1024
 COUNTER_BYTES = 64 * 1024
+EXPERTS_BYTES = 256 * MIB  # kernels/nvfp4_moe/large_m.py: bound of what the grouped GEMM takes beside its result
 
 
 def linear_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
@@ -41,11 +42,19 @@ def linear_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
     return tuple(dict.fromkeys([*found, Shape(vocab, hidden)]))
 
 
+def experts_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
+    """The routed experts of a model as one card holds them; none for a model without."""
+    if not dims.is_moe:
+        return ()
+    rows = 2 * dims.expert_intermediate // tensor_parallel
+    return (Shape(rows, dims.hidden, dims.experts, dims.experts_per_token),)
+
+
 def workspace_bytes(multiprocessors: int, *, moe: bool) -> int:
     """What the kernels may take on a card: a workspace for each stream that runs them.
 
     Streams: the engine's own, the one that CUDA graphs are captured on, and for a mixture of experts vLLM's second
-    one, for shared experts.
+    one, for shared experts; the routed ones run on one stream at a time.
     """
     one = DEQUANTIZED_BYTES + COUNTER_BYTES + multiprocessors * PARTIAL_BYTES_PER_PROCESSOR
-    return one * (3 if moe else 2)
+    return one * 3 + EXPERTS_BYTES if moe else one * 2

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
 from importlib import metadata
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from qwen_nvfp4_serve.kernels.admission.table import Shape, Table, from_json, to
 
 FOLDER = "admission"  # in our cache
 VARIABLE = "QWEN_NVFP4_CACHE_DIR"
-PACKAGES = ("vllm", "torch", "flashinfer-python")
-SOURCES = ("admission", "nvfp4_linear", "nvfp4.py")
+PACKAGES = ("vllm", "torch", "triton", "flashinfer-python")
+SOURCES = ("admission", "nvfp4_linear", "nvfp4_moe", "nvfp4.py")
 
 
 def folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -35,8 +36,8 @@ def facts(card: Gpu) -> dict[str, str]:
         "card": card.name,
         "capability": ".".join(map(str, card.capability or ())),
         "driver": card.driver or "unknown",
-        "kernel": build.NVFP4_LINEAR.digest(),
-        "library": _name(build.find(build.NVFP4_LINEAR)),
+        "kernel": " ".join(library.digest() for library in build.LIBRARIES),
+        "library": " ".join(_name(build.find(library)) for library in build.LIBRARIES),
         "sources": source_digest(),
     }
     for package in PACKAGES:
@@ -65,7 +66,7 @@ def source_digest(*more: Path) -> str:
 
 def path_of(directory: Path, valid_for: Mapping[str, str], shapes: Sequence[Shape]) -> Path:
     """The file of a table: its name is the key."""
-    key = json.dumps([sorted(valid_for.items()), sorted((shape.n, shape.k) for shape in shapes)])
+    key = json.dumps([sorted(valid_for.items()), sorted(astuple(shape) for shape in shapes)])
     return directory / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 

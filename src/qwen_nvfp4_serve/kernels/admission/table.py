@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
@@ -27,13 +27,20 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Shape:
-    """A weight of n output rows and k input columns, as one card holds it."""
+    """A weight of n output rows and k input columns, as one card holds it; or the routed experts of a block.
+
+    experts, top_k: how many there are and how many a token elects; 0 for a linear layer. Then n is the gate and up rows
+    of an expert, twice its intermediate size, and k the hidden size.
+    """
 
     n: int
     k: int
+    experts: int = 0
+    top_k: int = 0
 
     def __str__(self) -> str:
-        return f"[{self.n}, {self.k}]"
+        weight = f"[{self.n}, {self.k}]"
+        return f"{self.experts} experts {weight}, {self.top_k} a token" if self.experts else weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +150,7 @@ def finding_to_json(finding: Finding) -> dict[str, Any]:
     """JSON values of one finding."""
     return {
         "candidate": finding.candidate,
-        "n": finding.shape.n,
-        "k": finding.shape.k,
+        **asdict(finding.shape),
         "verdict": finding.verdict.value,
         "reason": finding.reason,
         "times_us": [list(pair) for pair in finding.times_us],
@@ -157,7 +163,7 @@ def finding_from_json(value: Mapping[str, Any]) -> Finding:
         times: Sequence[Sequence[Any]] = value["times_us"]
         return Finding(
             candidate=str(value["candidate"]),
-            shape=Shape(int(value["n"]), int(value["k"])),
+            shape=Shape(int(value["n"]), int(value["k"]), int(value.get("experts", 0)), int(value.get("top_k", 0))),
             verdict=Verdict(value["verdict"]),
             reason=str(value["reason"]),
             times_us=tuple((int(tokens), float(us)) for tokens, us in times),

@@ -45,11 +45,14 @@ Timer = Callable[[Sequence[Callable[[], object]]], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the child is asked. spec: module:function of the candidates. names: which, in order. device: as torch."""
+    """What the child is asked. spec: module:function of the candidates. names: which, in order. device: as torch.
+
+    shapes: the numbers of `Shape`; all linear layers or all experts, as the candidates are.
+    """
 
     spec: str
     names: tuple[str, ...]
-    shapes: tuple[tuple[int, int], ...]
+    shapes: tuple[tuple[int, ...], ...]
     device: str
 
 
@@ -239,7 +242,7 @@ def try_one(
         scales = case.scales if candidate.rounds_activations else None
         y = torch.empty(1, shape.n, dtype=torch.bfloat16, device=device)
         candidate.run(case.x[:1], case.weight, y, scales=scales)
-        _synchronize(device)
+        synchronize(device)
         say("check")
         check(candidate, case)
         say("time")
@@ -249,7 +252,9 @@ def try_one(
     return Finding(candidate=candidate.name, shape=shape, verdict=Verdict.ADMITTED, times_us=times)
 
 
-def try_padded(candidate: Candidate, device: torch.device, capability: tuple[int, int]) -> str | None:
+def try_padded(
+    candidate: Candidate, device: torch.device, capability: tuple[int, int], _say: Callable[[str], None]
+) -> str | None:
     """What is wrong with it at sizes that need padding, None if nothing, or if it takes none of them."""
     for shape in PADDED:
         if candidate.supports(capability, shape.n, shape.k) is None:
@@ -260,34 +265,45 @@ def try_padded(candidate: Candidate, device: torch.device, capability: tuple[int
     return None
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Waits for a card."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _methods(shapes: Sequence[Shape]) -> tuple[Callable[..., Finding], Callable[..., str | None]]:
+    """How one candidate is tried, for linear layers or for experts."""
+    if not any(shape.experts for shape in shapes):
+        return try_one, try_padded
+    from qwen_nvfp4_serve.kernels.admission import experts_trial
+
+    return experts_trial.try_one, experts_trial.try_padded
 
 
 def serve(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
     """Tries every candidate on every shape, candidate by candidate, and emits its steps and findings."""
     device = torch.device(request.device)
-    shapes = [Shape(*pair) for pair in request.shapes]
+    shapes = [Shape(*numbers) for numbers in request.shapes]
     capability, timer = (0, 0), cpu_timer
     if device.type == "cuda":
         torch.cuda.set_device(device)
         capability, timer = torch.cuda.get_device_capability(device), cuda_timer
     found = known.load(request.spec)
+    attempt, padded = _methods(shapes)
     for name in request.names:
         candidate, wrong = found[name], None
         for index, shape in enumerate(shapes):
 
             def say(stage: str, shape: Shape = shape, candidate: Candidate = candidate) -> None:
-                step = {"candidate": candidate.name, "n": shape.n, "k": shape.k, "stage": stage}
+                step = {"candidate": candidate.name, **dataclasses.asdict(shape), "stage": stage}
                 emit({"step": step | {"compiles": candidate.compiles}})
 
             say("begin")
             if index == 0 and candidate.unavailable() is None:
                 say("first")
-                wrong = try_padded(candidate, device, capability)
+                wrong = padded(candidate, device, capability, say)
             if wrong is None:
-                one = try_one(candidate, shape, device=device, capability=capability, timer=timer, say=say)
+                one = attempt(candidate, shape, device=device, capability=capability, timer=timer, say=say)
             else:
                 one = Finding(candidate=name, shape=shape, verdict=Verdict.WRONG, reason=wrong)
             emit({"finding": finding_to_json(one)})
@@ -303,7 +319,7 @@ def main() -> int:
         print(json.dumps(event), file=reports, flush=True)
 
     value = json.loads(sys.argv[1])
-    shapes = tuple((int(n), int(k)) for n, k in value["shapes"])
+    shapes = tuple(tuple(int(number) for number in shape) for shape in value["shapes"])
     emit({"step": {"stage": "start"}})
     serve(Request(spec=value["spec"], names=tuple(value["names"]), shapes=shapes, device=value["device"]), emit)
     emit({"done": True})
