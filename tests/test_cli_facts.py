@@ -112,6 +112,54 @@ def write_sound(folder: Path) -> None:
     write_shard(folder / "model.safetensors", packed_ct(f"{LAYER}.mlp.down_proj", 64, 64) | plain("lm_head", 64, 64))
 
 
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The cards of this machine, none at first; the working folder has no `.env`."""
+    found: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qwen_nvfp4_serve.host.detect_gpus", lambda _visible=None: tuple(found))
+    for name in ("MODEL", "DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "card", "env", "model"),
+    [
+        ([], False, "", "embedded"),
+        ([], True, "", "qwen3.5-35b-a3b"),
+        ([], False, "DEVICE=cuda", "qwen3.5-35b-a3b"),
+        ([], True, "DEVICE=cpu", "embedded"),
+        ([], False, "MODEL=qwen3.8-27b", "qwen3.8-27b"),
+        (["--gpu", "rtx-5090"], False, "", "qwen3.5-35b-a3b"),
+        (["--gpu", "rtx-5090"], False, "MODEL=qwen3.6-27b", "qwen3.6-27b"),
+        (["--kv-pool-gib", "5"], False, "", "qwen3.5-35b-a3b"),
+        (["--model", "qwen3.5-27b"], False, "MODEL=qwen3.6-27b", "qwen3.5-27b"),
+    ],
+)
+def test_plan_without_a_model_takes_what_serve_would(
+    cards: list[str], words: list[str], card: bool, env: str, model: str
+) -> None:
+    cards += ["NVIDIA GeForce RTX 5090"] * card
+    Path(".env").write_text(env + "\n")
+    assert run_json("plan", *words)[1]["model"] == model
+
+
+def test_plan_without_a_card_says_how_to_name_one(cards: list[str]) -> None:
+    code, planned = run_json("plan", "--model", "qwen3.5-27b")
+    assert (code, planned["fits"]) == (0, None)
+    assert "--gpu" in planned["reasons"][0]
+
+
+@pytest.mark.parametrize("words", [[], ["embedded"]])
+def test_fetch_of_the_embedded_model_has_nothing_to_do_and_says_so_in_one_line(
+    cards: list[str], words: list[str]
+) -> None:
+    code, output = run("fetch", *words)
+    assert (code, len(output.splitlines())) == (0, 1)
+    assert output.startswith("nothing to download: embedded")
+
+
 def test_plan_of_a_folder_takes_its_dims(tmp_path: Path) -> None:
     write_sound(tmp_path)
     code, planned = run_json("plan", "--model", tmp_path)
@@ -234,8 +282,11 @@ def test_fetch_downloads_then_finds_it_offline(tmp_path: Path, monkeypatch: pyte
         code, output = run("fetch", REPO)
         assert code == 1
         assert "HF_TOKEN" in output
-    assert run("fetch", "embedded")[0] == 2
     assert run("fetch", tmp_path / "model")[0] == 2
+    write_sound(tmp_path / "model")
+    code, output = run("fetch", tmp_path / "model")
+    assert code == 2
+    assert "nothing to download" in output
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,8 @@ MODELS: tuple[ModelRow, ...] = (
 )
 
 MODEL_NAMES: tuple[str, ...] = tuple(row.name for row in MODELS)
+# What is served where MODEL is unset.
+DEFAULT_ON_CARD, DEFAULT_WITHOUT_CARD = "qwen3.5-35b-a3b", "embedded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,22 +24,28 @@ def register(app: typer.Typer) -> None:
 
 
 def fetch(
-    model: str | None = typer.Argument(None, help="Catalogue name or hub id. Unset: MODEL, else qwen3.5-35b-a3b."),
+    model: str | None = typer.Argument(None, help="Catalogue name or hub id. Unset: what serve would take here."),
     revision: str | None = typer.Option(None, help="Hub revision. Unset: REVISION, the catalogue's, or main."),
     env_file: Path = typer.Option(ENV_FILE, help="File with KEY=value lines."),
 ) -> None:
     """Download a checkpoint into the hub cache; run it again after any interruption, it goes on where it stopped."""
     from rich.console import Console
 
+    from qwen_nvfp4_serve.cli.defaults import default_model
     from qwen_nvfp4_serve.errors import UsageError
     from qwen_nvfp4_serve.fetch import fetch as download
     from qwen_nvfp4_serve.models import resolve_model
     from qwen_nvfp4_serve.settings import load_settings
 
     settings = load_settings(env_file).settings
-    ref = resolve_model(model or settings.model or "qwen3.5-35b-a3b")
+    ref = resolve_model(default_model(settings) if model is None else model)
+    if ref.path is not None:
+        what = f"{ref.path} is a folder on this disk: nothing to download"
+        raise UsageError(what, do=f"To check it, type: qwen-nvfp4 inspect {ref.path}")
     if ref.repo is None:
-        raise UsageError(f"{ref.given} is not on the hub", expected="a catalogue name or owner/name")
+        why = "" if model or settings.model else " is what serve takes here (no card), and"
+        typer.echo(f"nothing to download: {ref.given}{why} comes with this package")
+        return
     home = Path(settings.hf_home).expanduser() if settings.hf_home else Path.home() / ".cache" / "huggingface"
     console = Console(highlight=False, soft_wrap=True)
     watched = console.is_terminal

@@ -73,18 +73,16 @@ def _as_json(report: Report) -> dict[str, object]:
 def _show(report: Report) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+
+    from qwen_nvfp4_serve.cli.listing import print_listing
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]{escape(report.place)}[/]: {gib(report.size_bytes)}")
-    table = Table("module", "as vLLM will see it", box=None, padding=(0, 2, 0, 0))
-    for module, label in report.precision.by_class.items():
-        table.add_row(module, label)
-    for module, label, layers in report.precision.exceptions:
-        table.add_row(f"{module} in {len(layers)} layers", label)
-    console.print(table)
+    rows = [*report.precision.by_class.items()]
+    rows += [(f"{module} in {len(layers)} layers", label) for module, label, layers in report.precision.exceptions]
+    print_listing(console, ("module", "as vLLM will see it"), rows)
     mtp, vision = ("yes" if there else "no" for there in (report.mtp, report.vision))
-    read = "unknown" if report.bytes_per_token is None else f"{report.bytes_per_token / 1e9:.2f} GB"
+    read = "unknown" if report.bytes_per_token is None else gib(report.bytes_per_token)
     console.print(f"drafter {mtp}, vision {vision}, weights read for one token {read}")
     for colour, mark, faults in (("red", "error", report.errors), ("yellow", "warning", report.warnings)):
         for fault in faults:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from qwen_nvfp4_serve.cli.listing import print_listing
 from qwen_nvfp4_serve.models import MODELS
 
 
@@ -16,7 +16,5 @@ def register(app: typer.Typer) -> None:
 
 def models() -> None:
     """List the models in the catalogue."""
-    table = Table("MODEL", "checkpoint", "format", "note")
-    for row in MODELS:
-        table.add_row(row.name, row.repo or "in this package", row.quantization, row.note)
-    Console().print(table)
+    rows = [(row.name, row.repo or "in this package", row.quantization) for row in MODELS]
+    print_listing(Console(highlight=False), ("MODEL", "checkpoint", "format"), rows, [row.note for row in MODELS])

@@ -11,14 +11,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from qwen_nvfp4_serve.cli.listing import print_listing
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.shims import python_path
 
 GROUP = "qwen_nvfp4.patch_checks"
 DEADLINE_S = 120
-COLUMNS = ("name", "platform", "window", "state", "reason")
+COLUMNS = ("name", "platform", "window", "state")
 
 
 def register(app: typer.Typer) -> None:
@@ -32,12 +32,11 @@ def patches(json_: Annotated[bool, typer.Option("--json", help="Print all fields
     if json_:
         typer.echo(json.dumps(reports, indent=2))
         return
-    console = Console()
+    console = Console(highlight=False)
     for report in reports:
-        table = Table(*COLUMNS, title=f"vLLM {report['vllm']}")
-        for row in report["patches"]:
-            table.add_row(*(str(row[column]) for column in COLUMNS))
-        console.print(table)
+        console.print(f"vLLM {report['vllm']}", style="bold")
+        rows = [[str(row[column]) for column in COLUMNS] for row in report["patches"]]
+        print_listing(console, COLUMNS, rows, [str(row["reason"]) for row in report["patches"]])
 
 
 def patch_report(module: str) -> dict[str, Any]:

@@ -57,7 +57,9 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     *,
-    model: str = typer.Option("qwen3.5-35b-a3b", help="Catalogue name, checkpoint folder or hub id."),
+    model: str | None = typer.Option(
+        None, help="Catalogue name, checkpoint folder or hub id. Unset: MODEL, else what serve takes on such a machine."
+    ),
     gpu: str | None = typer.Option(None, help="Card: rtx-5090, rtx-pro-6000, gb10, h200, …"),
     context: int | None = typer.Option(None, help="Tokens of the longest request. Unset: the largest that fits."),
     seqs: int | None = typer.Option(None, help="Requests decoded at once."),
@@ -81,7 +83,7 @@ def plan(
     from qwen_nvfp4_serve.planner import plan as make_plan
 
     request = PlanRequest(
-        model=_plan_model(model),
+        model=_plan_model(_default(for_card=gpu is not None or kv_pool_gib is not None) if model is None else model),
         gpu=find_gpu(gpu) if gpu is not None else None,
         context=context,
         seqs=seqs,
@@ -102,6 +104,13 @@ def plan(
     else:
         _show(planned, instead)
     raise typer.Exit(1 if planned.fits is False else 0)
+
+
+def _default(*, for_card: bool) -> str:
+    from qwen_nvfp4_serve.cli.defaults import default_model
+    from qwen_nvfp4_serve.settings import ENV_FILE, load_settings
+
+    return default_model(load_settings(ENV_FILE).settings, for_card=for_card)
 
 
 def _bytes(size_gib: float) -> int:

@@ -10,7 +10,7 @@ from qwen_nvfp4_serve.doctor.check import Check, failed, passed
 from qwen_nvfp4_serve.doctor.facts import Facts
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.gpus import GpuRow, match_gpu
-from qwen_nvfp4_serve.models import resolve_model
+from qwen_nvfp4_serve.models import DEFAULT_ON_CARD, resolve_model
 from qwen_nvfp4_serve.planner import PlanModel, PlanRequest, plan
 from qwen_nvfp4_serve.units import MIB
 
@@ -192,7 +192,7 @@ def _free_mib(facts: Facts) -> int | None:
 
 def _plan_model(facts: Facts) -> PlanModel | None:
     try:
-        row = resolve_model(facts.model or "qwen3.5-35b-a3b").row
+        row = resolve_model(facts.model or DEFAULT_ON_CARD).row
     except UsageError:
         return None
     return PlanModel.from_row(row, row.dims) if row is not None and row.dims is not None else None

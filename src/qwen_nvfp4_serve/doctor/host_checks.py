@@ -6,7 +6,7 @@ from packaging.version import InvalidVersion, Version
 
 from qwen_nvfp4_serve.doctor.check import Check, failed, passed
 from qwen_nvfp4_serve.doctor.facts import Facts
-from qwen_nvfp4_serve.models import find_model
+from qwen_nvfp4_serve.models import DEFAULT_ON_CARD, find_model
 from qwen_nvfp4_serve.units import GIB
 
 # Debian 12 ships Docker 20.10, and a current Compose plugin drives it; Compose 2.20 reads the whole file format.
@@ -68,7 +68,7 @@ def check_disk(facts: Facts) -> Check | None:
     """Disk space against the download."""
     download = facts.download_gib
     if download is None and facts.card:
-        download = _catalogue_gib(facts.model or "qwen3.5-35b-a3b")
+        download = _catalogue_gib(facts.model or DEFAULT_ON_CARD)
     if facts.disk_free_gib is None or download is None:
         return None
     needed = download * DOWNLOAD_MARGIN

@@ -57,7 +57,7 @@ def plan(request: PlanRequest) -> Plan:
 def _verdict(sizing: Sizing, sizes: PlanBytes) -> tuple[bool | None, str]:
     pool, largest, context = sizing.pool_bytes, sizing.largest_context, sizing.context
     if pool is None or largest is None:
-        return None, "no card and no pool were given, so whether it fits is not known"
+        return None, "no card was named, so whether it fits is not known: pass --gpu NAME, such as --gpu rtx-5090"
     budget, cards = sizing.budget, sizing.request.tensor_parallel
     if budget is not None and sizes.fixed + pool > budget.usable:
         parts = f"{gib(sizes.weights + sizes.embeddings)} of weights, {gib(sizes.fixed)} with all else"
