@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from qwen_nvfp4_serve import container
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.settings import load_settings
 from qwen_nvfp4_serve.units import MIB
 
 
@@ -19,10 +22,47 @@ def test_check_cache_writable_or_not_there_yet_passes(tmp_path: Path) -> None:
 
 def test_check_cache_read_only_names_owner_and_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
+    other = os.getuid() + 1
     with pytest.raises(UsageError) as caught:
-        container.check_cache(tmp_path, uid=1000, gid=1001, service="gpu")
-    assert f"seen owner {tmp_path.stat().st_uid}, expected owner 1000" in str(caught.value)
-    assert f"--entrypoint chown gpu -R 1000:1001 {tmp_path}" in str(caught.value)
+        container.check_cache(tmp_path, uid=other, gid=1001, service="gpu")
+    assert f"seen owner {os.getuid()}, mode 700, expected owner {other}" in str(caught.value)
+    assert f"--entrypoint chown gpu -R {other}:1001 {tmp_path}" in str(caught.value)
+
+
+def test_check_cache_of_this_user_without_the_mode_names_chmod(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UsageError, match=rf"--entrypoint chmod cpu -R u\+rwX {tmp_path}"):
+        container.check_cache(tmp_path, uid=os.getuid(), gid=0, service="cpu")
+
+
+def test_check_cache_on_a_read_only_mount_names_the_mount_not_the_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(os, "statvfs", lambda _path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(UsageError, match="seen a read-only mount") as caught:
+        container.check_cache(tmp_path, uid=os.getuid() + 1, gid=0, service="cpu")
+    assert "chown" not in str(caught.value)
+
+
+def test_cache_folders_are_those_below_the_volumes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("triton", "huggingface", "mine/models"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr(container, "CACHE_ROOT", tmp_path)
+    settings = load_settings(None, {"HF_HOME": str(tmp_path / "mine")}).settings
+    found = container.cache_folders(settings, {"VLLM_CACHE_ROOT": "/cache/vllm"})
+    assert {tmp_path, tmp_path / "triton", Path("/cache/vllm"), tmp_path / "mine", tmp_path / "mine/hub"} <= set(found)
+    assert tmp_path / "mine/models" not in found
+
+
+def test_check_temporary_nowhere_to_write_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError
+
+    container.check_temporary()
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    with pytest.raises(UsageError, match="--tmpfs /tmp:exec"):
+        container.check_temporary()
 
 
 @pytest.mark.parametrize(("mib", "cards", "fits"), [(64, 1, True), (64, 2, False), (1024, 2, True), (None, 2, True)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ class Engine:
         self.logprob = -0.5
         self.counter = 7.0
         self.counter_step = 0.0
+        self.counters = True
         self.status = 200
         self.keys: list[str | None] = []
 
@@ -39,7 +41,8 @@ def serving(engine: Engine) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             engine.counter += engine.counter_step
-            self._send(f'vllm:generation_tokens_total{{model="m"}} {engine.counter}\nother 3\n'.encode())
+            tokens = f'vllm:generation_tokens_total{{model="m"}} {engine.counter}\n' if engine.counters else ""
+            self._send(f"{tokens}other 3\n".encode())
 
         def do_POST(self) -> None:
             engine.keys.append(self.headers.get("Authorization"))
@@ -217,19 +220,69 @@ def test_read_state_broken_file_is_an_error_that_names_it(tmp_path: Path) -> Non
 def test_state_path_differs_by_port_and_follows_the_runtime_folder(tmp_path: Path) -> None:
     assert ready.state_path(1, {"XDG_RUNTIME_DIR": str(tmp_path)}).parent == tmp_path
     assert ready.state_path(1, {}) != ready.state_path(2, {})
+    assert ready.state_path(1, {"TMPDIR": "/var/tmp"}).parent == Path("/var/tmp")
+
+
+def test_state_path_full_temporary_folder_still_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr("tempfile.gettempdir", full)
+    assert ready.state_path(None, {}) == Path("/tmp/qwen-nvfp4.json")
+
+
+def test_serving_key_is_the_one_that_the_server_was_started_with() -> None:
+    environment = os.environ | {"VLLM_API_KEY": "sk-then"}
+    with subprocess.Popen([sys.executable, "-c", "input()"], env=environment, stdin=subprocess.PIPE) as server:
+        assert ready.serving_key(state("u")) == "sk-then"
+        server.communicate(b"\n")
+    assert ready.serving_key(state("u")) is None
+    assert ready.serving_key(state("u", pid=2**22 + 1)) is None
+    assert ready.serving_key(None) is None
+
+
+def test_pulse_beats_while_counters_move_and_asks_only_when_they_stand_still() -> None:
+    engine = Engine()
+    engine.counter_step = 1.0
+    with serving(engine) as url:
+        beats = ready.pulse(url, "m", None)
+        assert [beats(), beats(), beats()] == [True, True, True]
+        assert engine.keys == []
+        engine.counter_step = 0.0
+        assert beats()
+        assert len(engine.keys) == 1
+
+
+def test_pulse_of_an_engine_that_stands_still_does_not_beat_until_it_works_again() -> None:
+    engine = Engine()
+    engine.text = None
+    with serving(engine) as url:
+        beats = ready.pulse(url, "m", None)
+        assert [beats(), beats(), beats()] == [True, False, False]
+        engine.counter_step = 1.0
+        assert beats()
+
+
+def test_pulse_of_a_server_without_counters_is_not_judged() -> None:
+    engine = Engine()
+    engine.text, engine.counters = None, False
+    with serving(engine) as url:
+        beats = ready.pulse(url, "m", None)
+        assert [beats(), beats()] == [True, True]
+    assert not beats()  # nobody listens
 
 
 def test_state_path_runtime_folder_that_is_no_folder_gives_the_temporary_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for runtime in (tmp_path / "missing", tmp_path / "file"):
-        assert ready.state_path(1, {"XDG_RUNTIME_DIR": str(runtime)}).parent == Path(tempfile.gettempdir())
+        assert ready.state_path(1, {"XDG_RUNTIME_DIR": str(runtime)}).parent == Path("/tmp")
 
 
 def test_state_path_runtime_folder_that_may_not_be_written_gives_the_temporary_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert ready.state_path(1, {"XDG_RUNTIME_DIR": str(tmp_path)}).parent == Path(tempfile.gettempdir())
+    assert ready.state_path(1, {"XDG_RUNTIME_DIR": str(tmp_path)}).parent == Path("/tmp")
 
 
 def test_recording_file_that_cannot_be_written_is_one_notice_and_no_stop(tmp_path: Path) -> None:

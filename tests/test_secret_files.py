@@ -40,11 +40,27 @@ def test_read_secret_files_empty_or_a_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_read_secret_files_unreadable_names_the_chown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_path: Path) -> str:
+    def refuse(_path: Path, _mode: str) -> str:
         raise PermissionError
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    (tmp_path / "key").write_text("sk-1")
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(UsageError, match="sudo chown"):
+        read_secret_files({"VLLM_API_KEY_FILE": str(tmp_path / "key")})
+
+
+def test_read_secret_files_folder_is_not_to_be_overwritten(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="which is no file") as caught:
+        read_secret_files({"VLLM_API_KEY_FILE": str(tmp_path)})
+    assert "printf" not in str(caught.value)
+
+
+@pytest.mark.timeout(10)
+def test_read_secret_files_without_an_end_or_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="which is no file"):
+        read_secret_files({"VLLM_API_KEY_FILE": "/dev/zero"})
+    (tmp_path / "key").write_text("k" * 5000)
+    with pytest.raises(UsageError, match="longer than 4096 bytes"):
         read_secret_files({"VLLM_API_KEY_FILE": str(tmp_path / "key")})
 
 

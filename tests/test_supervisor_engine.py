@@ -8,6 +8,8 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
@@ -27,7 +29,9 @@ ENGINE = """
 """
 
 
-def supervised(code: str, *, shutdown_timeout_s: float = 5.0, probe: object = None) -> tuple[Supervisor, Rows]:
+def supervised(
+    code: str, *, shutdown_timeout_s: float = 5.0, probe: object = None, **more: Any
+) -> tuple[Supervisor, Rows]:
     rows: Rows = []
     made = Supervisor(
         argv=(sys.executable, "-c", textwrap.dedent(code)),
@@ -38,6 +42,7 @@ def supervised(code: str, *, shutdown_timeout_s: float = 5.0, probe: object = No
         start_timeout_s=30.0,
         shutdown_timeout_s=shutdown_timeout_s,
         drain_signal=signal.SIGUSR1,
+        **more,
     )
     return made, rows
 
@@ -83,6 +88,59 @@ def test_run_engine_that_dies_ends_the_server_although_its_parent_lives(monkeypa
 def test_run_engine_of_a_server_that_is_being_stopped_is_no_failure() -> None:
     made, rows = supervised(ENGINE, shutdown_timeout_s=0.1, probe=has_engine)
     once_ready(rows, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert made.run() == EXIT_STOPPED
+
+
+def pulses(*beats: bool, seen: list[bool]) -> Callable[[], bool]:
+    """A pulse that gives `beats` in turn and then the last one for ever, and notes each."""
+
+    def pulse() -> bool:
+        seen.append(beats[min(len(seen), len(beats) - 1)])
+        return seen[-1]
+
+    return pulse
+
+
+def test_run_server_that_stands_still_too_long_is_ended_as_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PULSE_S", 0.1)
+    seen: list[bool] = []
+    made, rows = supervised(ENGINE, probe=has_engine, pulse=pulses(True, False, seen=seen), hang_timeout_s=0.5)
+    assert made.run() == EXIT_FAILED
+    assert rows[-1][0] == "failed"
+    assert "HANG_TIMEOUT_S=0.5" in rows[-1][1]
+    assert 1 + 3 <= len(seen) <= 1 + 6  # a look counts for 0.1 s to 0.2 s
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_run_server_that_beats_now_and_then_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PULSE_S", 0.05)
+    seen: list[bool] = []
+    beats = (False, False, True) * 8
+    made, _ = supervised(ENGINE, shutdown_timeout_s=0.1, probe=has_engine, pulse=pulses(*beats, True, seen=seen),
+                         hang_timeout_s=0.35)  # fmt: skip
+    threading.Thread(target=lambda: stop_after(seen, len(beats)), daemon=True).start()
+    assert made.run() == EXIT_STOPPED
+
+
+def stop_after(seen: list[bool], looks: int) -> None:
+    while len(seen) < looks:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_run_one_look_that_took_long_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container that was frozen, or a host that slept: the clock ran on, the server was not asked."""
+    monkeypatch.setattr(module, "PULSE_S", 0.05)
+    seen: list[bool] = []
+
+    def pulse() -> bool:
+        if not seen:
+            time.sleep(1.0)
+        seen.append(len(seen) > 0)
+        return seen[-1]
+
+    made, _ = supervised(ENGINE, shutdown_timeout_s=0.1, probe=has_engine, pulse=pulse, hang_timeout_s=0.5)
+    threading.Thread(target=lambda: stop_after(seen, 5), daemon=True).start()
     assert made.run() == EXIT_STOPPED
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,25 +18,52 @@ CACHE_ROOT = Path("/cache")
 SHM = Path("/dev/shm")
 SHM_FLOOR_BYTES = 1 * GIB  # NCCL and vLLM's message queues between workers; Docker's own default is 64 MiB
 STOP_MARGIN_S = 20  # the supervisor's: 10 s for vLLM to close down, 5 s to reap, and some slack
+CONTAINER = "QWEN_NVFP4_CONTAINER"  # the image's target, and the service that runs it
 STOP_GRACE, SET_OUTSIDE = "QWEN_NVFP4_STOP_GRACE", "QWEN_NVFP4_SET_OUTSIDE"
 UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
 
 
+def in_container() -> bool:
+    """True inside our image, which sets this variable."""
+    return CONTAINER in os.environ
+
+
 def check_container(settings: Settings, environ: Mapping[str, str] = os.environ) -> None:
     """Raises UsageError at the first thing that would stop the server, or surprise its user, later."""
-    service = environ.get("QWEN_NVFP4_CONTAINER", "gpu")  # the image's target, and the service that runs it
+    check_temporary()
     for folder in cache_folders(settings, environ):
-        check_cache(folder, uid=os.getuid(), gid=os.getgid(), service=service)
+        check_cache(folder, uid=os.getuid(), gid=os.getgid(), service=environ.get(CONTAINER, "gpu"))
     check_shm(shutil.disk_usage(SHM).total if SHM.exists() else None, settings.tensor_parallel)
     check_stop_grace(environ.get(STOP_GRACE), settings.shutdown_timeout_s)
     has_secret = {"VLLM_API_KEY": settings.vllm_api_key is not None, "HF_TOKEN": settings.hf_token is not None}
     check_secrets_arrived(environ.get(SET_OUTSIDE, "").split(), has_secret)
 
 
+def check_temporary() -> None:
+    """Raises UsageError unless temporary files can be written: engine and workers meet in sockets there."""
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        raise UsageError(
+            "/tmp cannot be written", expected="a folder in memory",
+            do="Use docker-compose.yml (docker run: --tmpfs /tmp:exec,mode=1777).",
+        ) from None  # fmt: skip
+
+
 def cache_folders(settings: Settings, environ: Mapping[str, str]) -> tuple[Path, ...]:
-    """The volumes that must be writable."""
-    named = (settings.hf_home, settings.cache_dir, environ.get("VLLM_CACHE_ROOT"))
-    return (CACHE_ROOT, *(Path(name) for name in named if name))
+    """What must be writable: the volumes, and the folders in them that the hub, vLLM and compilers keep."""
+    hub = Path(settings.hf_home) if settings.hf_home else CACHE_ROOT / "huggingface"
+    named = (settings.cache_dir, environ.get("VLLM_CACHE_ROOT"))
+    below = (*subfolders(CACHE_ROOT), *(Path(name) for name in named if name))
+    return (CACHE_ROOT, *below, hub, hub / "hub", hub / "xet")
+
+
+def subfolders(folder: Path) -> list[Path]:
+    """The folders directly below; none where it cannot be read."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        return []
 
 
 def check_cache(folder: Path, *, uid: int, gid: int, service: str) -> None:
@@ -46,10 +74,15 @@ def check_cache(folder: Path, *, uid: int, gid: int, service: str) -> None:
     there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     if os.access(there, os.W_OK | os.X_OK):
         return
+    what, found = f"the cache folder {there} cannot be written", there.stat()
+    if os.statvfs(there).f_flag & os.ST_RDONLY:
+        raise UsageError(what, seen="a read-only mount", expected="a writable one", do="Take `ro` off the volume.")
+    mine, run = found.st_uid == uid, f"docker compose run --rm {{}}{service} -R {{}} {shlex.quote(str(there))}"
+    chmod = run.format("--entrypoint chmod ", "u+rwX")
+    chown = run.format("--user 0 --cap-add CHOWN --cap-add DAC_OVERRIDE --entrypoint chown ", f"{uid}:{gid}")
     raise UsageError(
-        f"the cache folder {there} cannot be written", seen=f"owner {there.stat().st_uid}", expected=f"owner {uid}",
-        do="Type: docker compose run --rm --user 0 --cap-add CHOWN --cap-add DAC_OVERRIDE --entrypoint chown "
-        f"{service} -R {uid}:{gid} {shlex.quote(str(there))} (or give HF_HOME another folder, if it names this one)",
+        what, seen=f"owner {found.st_uid}, mode {found.st_mode & 0o777:03o}", expected=f"owner {uid}, mode 755",
+        do=f"Type: {chmod if mine else chown} (or give HF_HOME another folder, if it names this one)",
     )  # fmt: skip
 
 

@@ -9,9 +9,8 @@ import contextlib
 import json
 import math
 import os
-import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -53,12 +52,16 @@ class Verdict:
     reason: str
 
 
-def state_path(port: int, environ: Mapping[str, str] = os.environ) -> Path:
-    """Where the state of the server on `port` is kept: the user's runtime folder, or the temporary one without it."""
+def state_path(port: int | None, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the state of the server on `port` is kept: the user's runtime folder, or the temporary one without it.
+
+    port: None in a container, which has one server; `.env` may name another port by now. The folder is not tried out,
+    so that a full one hides no server that runs.
+    """
     runtime = environ.get("XDG_RUNTIME_DIR")
     usable = runtime and Path(runtime).is_dir() and os.access(runtime, os.W_OK | os.X_OK)
-    folder = runtime if runtime and usable else tempfile.gettempdir()
-    return Path(folder) / f"qwen-nvfp4-{os.getuid()}-{port}.json"
+    folder = runtime if runtime and usable else environ.get("TMPDIR") or "/tmp"
+    return Path(folder) / ("qwen-nvfp4.json" if port is None else f"qwen-nvfp4-{os.getuid()}-{port}.json")
 
 
 def recording(report: Report, path: Path, *, url: str, model: str) -> Report:
@@ -117,18 +120,55 @@ def check_ready(state: State | None, api_key: str | None) -> Verdict:
         return Verdict(False, "the server has ended")
     if state.stage != "READY":
         return Verdict(False, f"{state.stage}: {state.message.splitlines()[0]}")
-    before = progress(state.url)
+    return check_engine(state.url, state.model, api_key)
+
+
+def check_engine(url: str, model: str, api_key: str | None) -> Verdict:
+    """Ready when the server completes a token now, or is at work on others."""
+    before = progress(url)
     began = time.monotonic()
     try:
-        answer = complete(state.url, state.model, api_key, tokens=1, timeout_s=PROBE_S)
+        answer = complete(url, model, api_key, tokens=1, timeout_s=PROBE_S)
     except WrongKeyError as error:
         return Verdict(False, error.sentence())
     if answer is not None:
         return Verdict(True, f"one token in {time.monotonic() - began:.2f} s")
-    after = progress(state.url)
+    after = progress(url)
     busy = bool(before and after and before != after)
     idle = f"no token within {PROBE_S:g} s and no progress on other requests"
     return Verdict(busy, "busy: the token is still queued, others are being computed" if busy else idle)
+
+
+def serving_key(state: State | None) -> str | None:
+    """The key that the running server was started with, from its own environment: `.env` may have changed since."""
+    for process in _children(state.pid) if state else ():
+        with contextlib.suppress(psutil.Error):
+            if key := process.environ().get("VLLM_API_KEY"):
+                return key
+    return None
+
+
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children()
+    except psutil.Error:
+        return []
+
+
+def pulse(url: str, model: str, api_key: str | None) -> Callable[[], bool]:
+    """Asks, each time it is called, whether the server did anything since the last time, or does when asked now.
+
+    Its counters are looked at first, so that a busy server is not asked for more; one that keeps none is not judged.
+    """
+    seen: Mapping[str, float] | None = None
+
+    def beats() -> bool:
+        nonlocal seen
+        now = progress(url)
+        moved, seen = now is not None and now != seen, now
+        return moved or now == {} or check_engine(url, model, api_key).ready
+
+    return beats
 
 
 def first_answer(url: str, model: str, api_key: str | None, *, known: KnownAnswer | bool) -> bool:

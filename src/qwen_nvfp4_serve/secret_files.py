@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qwen_nvfp4_serve.errors import UsageError
 
+LONGEST_BYTES = 4096  # of a secret: headers are limited to twice that by most servers
 SECRET_KNOBS = ("VLLM_API_KEY", "HF_TOKEN")
 
 
@@ -25,27 +26,23 @@ def read_secret_files(given: Mapping[str, str]) -> dict[str, str]:
 
 def read_secret(knob: str, path: Path) -> str:
     """The one line in `path`."""
-    what = f"{knob}_FILE"
-    write = f"printf %s 'YOUR-SECRET' > {path}"
+    what, wanted = f"{knob}_FILE", "a text file that holds the secret"
+    hint = ". In a container only files below the folder of docker-compose.yml are seen." if path.is_absolute() else ""
+    write = f"Type: printf %s 'YOUR-SECRET' > {path}{hint}"
     try:
-        secret = path.read_text().strip()
+        if path.exists() and not path.is_file():
+            raise UsageError(what, seen=f"{path}, which is no file", expected=wanted, do="Name a file.")
+        with path.open("rb") as file:
+            secret = file.read(LONGEST_BYTES + 1).decode().strip()
     except FileNotFoundError:
-        hint = (
-            " In a container only files below the folder of docker-compose.yml are seen." if path.is_absolute() else ""
-        )
-        raise UsageError(
-            what, seen=f"no file {path}", expected="a file that holds the secret", do=f"Type: {write}.{hint}"
-        ) from None
+        raise UsageError(what, seen=f"no file {path}", expected=wanted, do=write) from None
     except PermissionError:
-        raise UsageError(
-            what, seen=f"{path}, which this user may not read", do=f"Type: sudo chown {os.getuid()} {path}"
-        ) from None
+        chown = f"Type: sudo chown {os.getuid()} {path}{hint}"
+        raise UsageError(what, seen=f"{path}, which this user may not read", do=chown) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            what, seen=f"{path} ({error})", expected="a text file that holds the secret", do=f"Type: {write}"
-        ) from None
+        raise UsageError(what, seen=f"{path} ({error})", expected=wanted, do=write) from None
     if not secret:
-        raise UsageError(
-            what, seen=f"{path}, which is empty", expected="a file that holds the secret", do=f"Type: {write}"
-        )
+        raise UsageError(what, seen=f"{path}, which is empty", expected=wanted, do=write)
+    if len(secret) > LONGEST_BYTES:
+        raise UsageError(what, seen=f"{path}, longer than {LONGEST_BYTES} bytes", expected=wanted, do=write)
     return secret

@@ -16,7 +16,7 @@ from qwen_nvfp4_serve import preflight
 from qwen_nvfp4_serve.capacity import plan_capacity
 from qwen_nvfp4_serve.checkpoint import Report as CheckpointReport
 from qwen_nvfp4_serve.checkpoint import inspect_folder, plan_model, require_servable
-from qwen_nvfp4_serve.container import check_container
+from qwen_nvfp4_serve.container import check_container, in_container
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.fetch import fetch
 from qwen_nvfp4_serve.host import Gpu, detect_gpus, has_cxx_compiler
@@ -30,7 +30,7 @@ from qwen_nvfp4_serve.planner.feedback import (
     read_extra,
     write_extra,
 )
-from qwen_nvfp4_serve.ready import first_answer, recording, state_path
+from qwen_nvfp4_serve.ready import first_answer, pulse, recording, state_path
 from qwen_nvfp4_serve.reference import ANSWERS, EMBEDDED, LEAST_TOKENS, KnownAnswer, read_answers, ready_answer
 from qwen_nvfp4_serve.settings import Loaded, Settings
 from qwen_nvfp4_serve.stages import Report, Stage, progress_message
@@ -99,11 +99,6 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
 def is_embedded(ref: ModelRef) -> bool:
     """True for the catalogue's own model, which comes with this package."""
     return ref.row is not None and ref.row.repo is None
-
-
-def in_container() -> bool:
-    """True inside our image, which sets this variable."""
-    return "QWEN_NVFP4_CONTAINER" in os.environ
 
 
 def model_config(model: Model) -> dict[str, Any] | None:
@@ -235,13 +230,15 @@ def run(prepared: Prepared, report: Report) -> int:
     # In a container BIND_HOST is the address that the engine publishes; it does not exist inside.
     preflight.check_port("0.0.0.0" if in_container() else settings.bind_host, settings.port)
     url = f"http://127.0.0.1:{settings.port}/v1" if in_container() else launch.url
-    report = recording(report, state_path(settings.port), url=url, model=launch.model_id)
+    report = recording(report, state_path(None if in_container() else settings.port), url=url, model=launch.model_id)
     if not prepared.model.local:
         download(prepared.model, settings, report)
     supervisor = Supervisor(
         argv=launch.argv,
         environment=child_environment(launch),
         probe=_probe(prepared, url),
+        pulse=pulse(url, launch.model_id, secret_key(settings)) if settings.hang_timeout_s else None,
+        hang_timeout_s=settings.hang_timeout_s,
         report=report,
         ready_message=ready_message(launch, has_key=settings.vllm_api_key is not None),
         start_timeout_s=settings.start_timeout_s,
@@ -270,16 +267,21 @@ def _compare(prepared: Prepared, report: Report) -> Callable[[tuple[str, ...]], 
 
 
 def _probe(prepared: Prepared, url: str) -> Callable[[], bool]:
-    key = prepared.settings.vllm_api_key
-    secret = key.get_secret_value() if key else None
     known = prepared.known or not prepared.model.local
-    return lambda: first_answer(url, prepared.launch.model_id, secret, known=known)
+    key = secret_key(prepared.settings)
+    return lambda: first_answer(url, prepared.launch.model_id, key, known=known)
+
+
+def secret_key(settings: Settings) -> str | None:
+    """What clients must send, in the clear."""
+    return settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
 
 
 def ready_message(launch: Launch, *, has_key: bool) -> str:
     """URL, model id and a curl line to paste."""
     auth = '-H "Authorization: Bearer $VLLM_API_KEY" ' if has_key else ""
-    question = {"model": launch.model_id, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
+    message = {"role": "user", "content": "What is 17 + 25?"}
+    question = {"model": launch.model_id, "messages": [message], "max_tokens": 64}
     body = shlex.quote(json.dumps(question))
     curl = f"curl {launch.url}/chat/completions {auth}-H 'Content-Type: application/json' -d {body}"
     return f"{launch.url} serves {launch.model_id}. Try:\n  {curl}"

@@ -170,6 +170,10 @@ class Settings(BaseSettings):
     shutdown_timeout_s: Int = knob(
         20, "process", "How long running requests may finish after a stop.", unit="s", ge=0, le=3600
     )
+    hang_timeout_s: Int = knob(
+        600, "process", "End a server that does nothing for this long although it is asked; 0: never.", unit="s",
+        ge=0, le=604_800,
+    )  # fmt: skip
     log_format: Literal["text", "json"] = knob("text", "process", "Stage lines for people or one JSON object each.")
     extra_args: Annotated[str, BeforeValidator(_tidy), AfterValidator(_parses)] = knob(
         "", "process", "More `vllm serve` flags, quoted as in a shell. Flags that a knob sets are refused."

@@ -108,7 +108,7 @@ def connect(base_url: str, api_key: str | None, model: str | None = None, *, ans
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise QwenNvfp4Error(
             f"no OpenAI endpoint answers at {url} ({type(error).__name__}: {error})",
-            do="Start one with scripts/serve, or give --base-url.",
+            do="Start one (scripts/serve, docker compose up -d), wait until it says READY, or give --base-url.",
         ) from None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import math
 import os
 import re
 import signal
@@ -29,6 +30,7 @@ from qwen_nvfp4_serve.stages import Report, Stage
 EXIT_STOPPED, EXIT_FAILED = 0, 1
 POLL_S = 0.1
 READY_POLL_S = 0.5
+PULSE_S = 30.0  # between two looks at a server that is READY
 KILL_MARGIN_S = 10.0  # what vLLM takes to close down after its own shutdown timeout
 START_STOP_S = 5.0  # a server that is not READY has nothing to drain
 DRAIN_MARGIN_S = 5.0  # for a drain to end its last streams, before SIGTERM goes out all the same
@@ -58,7 +60,9 @@ class Supervisor:
     """One supervised run.
 
     probe: True once the server answered a real request (it may block for seconds); raises QwenNvfp4Error when the
-    answer shows that the server must not be used. drain_signal: what makes the child finish its requests and end.
+    answer shows that the server must not be used. pulse: True while the READY server works, or nothing can be said (it
+    may block for seconds); without it for hang_timeout_s the child is ended. drain_signal: what makes the child finish
+    its requests and end.
     """
 
     argv: tuple[str, ...]
@@ -68,6 +72,8 @@ class Supervisor:
     ready_message: str
     start_timeout_s: float
     shutdown_timeout_s: float
+    pulse: Callable[[], bool] | None = None
+    hang_timeout_s: float = math.inf
     drain_signal: signal.Signals = signal.SIGTERM
     on_ready: Callable[[tuple[str, ...]], None] | None = None
     _signals: list[int] = field(default_factory=list)
@@ -185,8 +191,25 @@ class Supervisor:
                 self.report("READY", f"in {time.monotonic() - began:.1f} s: {self.ready_message}")
                 if self.on_ready is not None:
                     self.on_ready(self.log_tail)
+                if self.pulse is not None:
+                    self._watch_pulse(child, self.pulse)
                 return
             time.sleep(READY_POLL_S)
+
+    def _watch_pulse(self, child: subprocess.Popen[str], pulse: Callable[[], bool]) -> None:
+        """Sets the fault once the server did nothing for hang_timeout_s. No single look counts for more than two
+        intervals: a container that was frozen, or a host that slept, is no server that hangs."""
+        still_s, looked = 0.0, time.monotonic()
+        while child.poll() is None and not self._signals and self._fault is None:
+            time.sleep(PULSE_S)
+            works, now = pulse(), time.monotonic()
+            still_s = 0.0 if works else still_s + min(now - looked, 2 * PULSE_S)
+            looked = now
+            if still_s >= self.hang_timeout_s:
+                self._fault = (
+                    f"vLLM has done nothing for {still_s:.0f} s although it was asked (HANG_TIMEOUT_S="
+                    f"{self.hang_timeout_s:g}). {self._cause()}"
+                )
 
     @property
     def log_tail(self) -> tuple[str, ...]:

@@ -16,14 +16,18 @@ def register(app: typer.Typer) -> None:
 
 def ready(
     env_file: Path = typer.Option(
-        Path(".env"), "--env-file", readable=False, help="Settings of the server; its port and key are used."
+        Path(".env"),
+        "--env-file",
+        readable=False,
+        help="Settings of the server; its port is used. In a container: none.",
     ),
 ) -> None:
     """Ask the running server for one token. Exit code 0: it answered since its start and answers now; else 1."""
-    from qwen_nvfp4_serve.ready import check_ready, read_state, state_path
+    from qwen_nvfp4_serve.container import in_container
+    from qwen_nvfp4_serve.ready import check_ready, read_state, serving_key, state_path
 
-    settings = load_settings(env_file).settings
-    key = settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
-    verdict = check_ready(read_state(state_path(settings.port)), key)
+    port = None if in_container() else load_settings(env_file).settings.port
+    state = read_state(state_path(port))
+    verdict = check_ready(state, serving_key(state))
     typer.echo(f"{'ready' if verdict.ready else 'not ready'}: {verdict.reason}")
     raise typer.Exit(0 if verdict.ready else 1)
