@@ -39,7 +39,9 @@ def quality(
     out: Path | None = typer.Option(None, help="Folder for quality.json, the page and the chart. Needed."),
     base_url: str = typer.Option("", help="Endpoint to ask; by default the one that the settings serve."),
     model: str | None = typer.Option(None, help="Which of the endpoint's models; by default the first it lists."),
-    api_key: str | None = typer.Option(None, help="The endpoint's key; VLLM_API_KEY in the settings is less visible."),
+    api_key: str | None = typer.Option(
+        None, help="Its key, '' for none; by default that of the settings, which no process list shows."
+    ),
     quick: bool = typer.Option(False, help="A first look: fewer and shorter questions, unless options say otherwise."),
     families: str | None = typer.Option(None, help="Of needle,arithmetic,tools,long; by default all."),
     thinking: str | None = typer.Option(
@@ -188,7 +190,11 @@ def _connect(base_url: str, model: str | None, api_key: str | None, env_file: Pa
 
     settings = load_settings(env_file or ENV_FILE, required=env_file is not None).settings
     kept = settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
-    return connect(base_url or f"http://127.0.0.1:{settings.port}/v1", api_key or kept, model)
+    key = kept if api_key is None else api_key
+    if key and not all("!" <= char <= "~" for char in key):  # httpx would print the key to say so
+        expected = "printable ASCII without spaces, as HTTP headers carry it"
+        raise UsageError("VLLM_API_KEY" if api_key is None else "--api-key", seen="other characters", expected=expected)
+    return connect(base_url or f"http://127.0.0.1:{settings.port}/v1", key, model)
 
 
 def _order(exam: Exam, server: Server, *, label: str, card: str | None, log: Path | None) -> Order:

@@ -83,10 +83,10 @@ class Comparison:
             f"{seen.both + seen.only_first} of {size} right in the first, {seen.both + seen.only_second} in the second"
         )
         if not seen.only_first + seen.only_second:
-            bound = min(100.0, 300.0 / size)
+            bound = min(100.0, 300.0 / size)  # the rule of three: none of n, so below 3/n at 95 %
             return (
-                f"No difference: {counts}, and the same ones. With {size} pairs, something that turns {bound:.1f} % of "
-                f"the answers or less could still go unseen."
+                f"No difference: {counts}, and the same ones. With {size} pairs, a change of up to "
+                f"{bound:.1f} % of the answers could still go unseen."
             )
         turned = f"{seen.only_first} right only in the first, {seen.only_second} only in the second"
         odds = f"Chance alone would turn them as unevenly in {_percent(seen.chance)} of such comparisons"

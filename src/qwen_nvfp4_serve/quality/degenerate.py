@@ -82,7 +82,7 @@ def _loop(words: Sequence[str]) -> str | None:
     ids = np.array([known.setdefault(word, len(known)) for word in words], dtype=np.int64)
     for period in range(2, min(LONGEST_LOOP, len(ids) // LONG_LOOP_TIMES) + 1):
         times = LOOP_TIMES if period <= SHORT_LOOP else LONG_LOOP_TIMES
-        needed = max((times - 1) * period, LEAST_LOOPED)
+        needed = max(times * period, LEAST_LOOPED) - period
         breaks = np.flatnonzero(ids[period:] != ids[:-period])
         edges = np.concatenate(([-1], breaks, [len(ids) - period]))
         gaps = np.diff(edges) - 1

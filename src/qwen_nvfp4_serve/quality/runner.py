@@ -117,7 +117,7 @@ async def _run(order: Order, notebook: Notebook, observe: Callable[[Step], None]
         questions = (*await _needles(target, exam, limit), *plan.short_questions(exam, limit))
         notebook.asked = len(questions)
         if not questions:
-            raise QwenNvfp4Error("nothing to ask", seen="; ".join(notebook.notes), do="Give shorter --lengths.")
+            raise QwenNvfp4Error(f"nothing to ask: {'; '.join(notebook.notes)}", do="Give shorter --lengths.")
         await _ask_all(
             target,
             questions,
