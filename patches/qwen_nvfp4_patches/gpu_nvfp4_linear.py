@@ -19,6 +19,7 @@ from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 if TYPE_CHECKING:
     import torch
 
+    from qwen_nvfp4_serve.host import Gpu
     from qwen_nvfp4_serve.kernels.admission import Table
     from qwen_nvfp4_serve.kernels.nvfp4_linear import LinearWeight
 
@@ -161,26 +162,41 @@ def stock_kernel(*, use_a16: bool) -> Any:
 @functools.cache
 def admitted_table() -> Table:
     """Who serves what on this worker's card, for the model that vLLM is building; logged once."""
-    import torch
     from vllm.config import get_current_vllm_config
 
     from qwen_nvfp4_serve.dims import dims_from_config
-    from qwen_nvfp4_serve.host import Gpu, detect_gpus
-    from qwen_nvfp4_serve.kernels.admission import admit, summary
+    from qwen_nvfp4_serve.kernels.admission import admit
     from qwen_nvfp4_serve.kernels.admission.shapes import linear_shapes
 
     config = get_current_vllm_config()
     dims = dims_from_config(config.model_config.hf_config.to_dict())
     shapes = linear_shapes(dims, config.parallel_config.tensor_parallel_size)
+    card, device = this_card()
+    table = admit(shapes, card=card, device=device)
+    log_table("linear", card.name, table)
+    return table
+
+
+def this_card() -> tuple[Gpu, str]:
+    """The card of this process, and its name in torch."""
+    import torch
+
+    from qwen_nvfp4_serve.host import Gpu, detect_gpus
+
     index = torch.cuda.current_device()
     name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
     unknown = Gpu(name=name, capability=capability, memory_bytes=None, free_bytes=None, driver=None)
     seen = detect_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    table = admit(shapes, card=next((gpu for gpu in seen if gpu.name == name), unknown), device=f"cuda:{index}")
-    _logger().info("NVFP4 linear kernels on %s, found in %.1f s:", name, table.took_s)
+    return next((gpu for gpu in seen if gpu.name == name), unknown), f"cuda:{index}"
+
+
+def log_table(kind: str, card: str, table: Table) -> None:
+    """A line for each shape of a table, once an admission."""
+    from qwen_nvfp4_serve.kernels.admission import summary
+
+    _logger().info("NVFP4 %s kernels on %s, found in %.1f s:", kind, card, table.took_s)
     for line in summary(table):
         _logger().info("  %s", line)
-    return table
 
 
 def _logger() -> Any:
@@ -197,7 +213,7 @@ def own_cache_root(root: str) -> str:
     """
     from qwen_nvfp4_serve.kernels.admission import store
 
-    name = f"{CACHE_PREFIX}{store.source_digest(Path(__file__))}"
+    name = f"{CACHE_PREFIX}{store.source_digest(*sorted(Path(__file__).parent.glob('gpu_*.py')))}"
     return root if Path(root).name == name else str(Path(root) / name)
 
 

@@ -17,6 +17,8 @@ from qwen_nvfp4_patches import (
     deep_requests,
     fused_scales,
     gpu_nvfp4_linear,
+    gpu_nvfp4_moe,
+    gpu_nvfp4_moe_block,
     qwen3_parser,
 )
 from qwen_nvfp4_patches.patch import Check, Need, Outcome, Patch, Platform, State
@@ -35,6 +37,8 @@ PATCHES: tuple[Patch, ...] = (
     cpu_seeded_prefill.PATCH,
     cpu_one_token_prompt.PATCH,
     gpu_nvfp4_linear.PATCH,
+    gpu_nvfp4_moe.PATCH,
+    gpu_nvfp4_moe_block.PATCH,
     qwen3_parser.PATCH,
     deep_requests.PATCH,
 )
