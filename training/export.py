@@ -223,7 +223,13 @@ def _write(folder: Path, config: Json, tensors: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     stops = [_token("<|im_end|>"), _token("<|endoftext|>")]
-    generation = {"do_sample": False, "eos_token_id": stops, "pad_token_id": _token("<|endoftext|>")}
+    # vLLM takes its default temperature from here: an answer that can be right or wrong is not drawn at random.
+    generation = {
+        "do_sample": False,
+        "temperature": 0.0,
+        "eos_token_id": stops,
+        "pad_token_id": _token("<|endoftext|>"),
+    }
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     save_file(tensors, str(folder / "model.safetensors"), metadata={"format": "pt"})
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

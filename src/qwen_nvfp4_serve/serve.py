@@ -21,7 +21,7 @@ from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.fetch import fetch
 from qwen_nvfp4_serve.host import Gpu, detect_gpus, has_cxx_compiler
 from qwen_nvfp4_serve.launch import DRAIN_MIDDLEWARE, Host, Launch, Model, build_launch
-from qwen_nvfp4_serve.models import ModelRef, find_model, resolve_model
+from qwen_nvfp4_serve.models import DEFAULT_ON_CARD, DEFAULT_WITHOUT_CARD, ModelRef, find_model, resolve_model
 from qwen_nvfp4_serve.planner import Plan, PlanModel
 from qwen_nvfp4_serve.planner.feedback import (
     differences,
@@ -37,7 +37,6 @@ from qwen_nvfp4_serve.stages import Report, Stage, progress_message
 from qwen_nvfp4_serve.supervisor import Supervisor
 from qwen_nvfp4_serve.units import gib
 
-GPU_DEFAULT, CPU_DEFAULT = "qwen3.5-35b-a3b", "embedded"
 PROGRESS_EVERY_S = 5.0
 
 
@@ -70,7 +69,7 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     preflight.check_exposure(settings, device, vllm_version)
     preflight.check_device_knobs(settings, device)
     preflight.check_plugin()
-    ref = resolve_model(settings.model or (GPU_DEFAULT if device == "cuda" else CPU_DEFAULT))
+    ref = resolve_model(settings.model or (DEFAULT_ON_CARD if device == "cuda" else DEFAULT_WITHOUT_CARD))
     model = locate(ref, settings)
     preflight.check_patches(settings, device, model_config(model), vllm_version)
     gpu = detect_gpus(settings.cuda_visible_devices)[0] if device == "cuda" else None
@@ -160,7 +159,7 @@ def choose_device(settings: Settings, report: Report) -> Literal["cuda", "cpu"]:
 def locate(ref: ModelRef, settings: Settings) -> Model:
     """Where vLLM finds the model and the names clients may use."""
     if is_embedded(ref):
-        return Model(source=str(EMBEDDED), ids=(CPU_DEFAULT,), revision=None, local=True, own_format=True)
+        return Model(source=str(EMBEDDED), ids=(DEFAULT_WITHOUT_CARD,), revision=None, local=True, own_format=True)
     if ref.path is not None:
         folder = ref.path.resolve()
         own_format = (folder / ANSWERS).is_file()
@@ -226,9 +225,14 @@ def child_environment(launch: Launch, environ: Mapping[str, str] | None = None) 
 
 def run(prepared: Prepared, report: Report) -> int:
     """Start the server and stay until it ends; the exit code of the command (see Supervisor.run)."""
-    launch, settings = prepared.launch, prepared.settings
+    settings = prepared.settings
     # In a container BIND_HOST is the address that the engine publishes; it does not exist inside.
-    preflight.check_port("0.0.0.0" if in_container() else settings.bind_host, settings.port)
+    with preflight.claimed_port("0.0.0.0" if in_container() else settings.bind_host, settings.port):
+        return _run(prepared, report)
+
+
+def _run(prepared: Prepared, report: Report) -> int:
+    launch, settings = prepared.launch, prepared.settings
     url = f"http://127.0.0.1:{settings.port}/v1" if in_container() else launch.url
     report = recording(report, state_path(None if in_container() else settings.port), url=url, model=launch.model_id)
     if not prepared.model.local:

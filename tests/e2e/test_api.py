@@ -22,7 +22,7 @@ TOOL = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(tmp_path_factory.mktemp("api"), CHAT_TEMPLATE="ours") as served:
+    with serve(tmp_path_factory.mktemp("api"), CHAT_TEMPLATE="ours", MAX_NUM_BATCHED_TOKENS="1024") as served:
         yield served
 
 
@@ -97,9 +97,9 @@ def test_server_ten_turns_with_tools_compute_only_what_is_new(server: Served) ->
     messages: list[dict[str, Any]] = []
     before = 0
     for turn in range(10):
-        messages.append({"role": "user", "content": f"question {turn} " + "word " * 60})
+        messages.append({"role": "user", "content": f"question {turn} " + "word " * 40})
         messages += call(json.dumps({"a": f"x{turn}"}))[1:2]
-        messages.append({"role": "tool", "tool_call_id": "1", "content": f"result {turn} " + "data " * 60})
+        messages.append({"role": "tool", "tool_call_id": "1", "content": f"result {turn} " + "fact " * 40})
         usage = post(server, "/v1/chat/completions", chat(messages=messages, tools=[TOOL])).json()["usage"]
         cached = (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0
         if turn:  # the first may find the tools of an earlier test
@@ -109,7 +109,7 @@ def test_server_ten_turns_with_tools_compute_only_what_is_new(server: Served) ->
 
 
 def test_server_seeded_request_with_a_prompt_of_several_chunks_is_answered(server: Served) -> None:
-    body = chat(messages=[{"role": "user", "content": "word " * 6000}], seed=1, temperature=1)
+    body = chat(messages=[{"role": "user", "content": "word " * 3000}], seed=1, temperature=1)
     assert post(server, "/v1/chat/completions", body).status_code == 200
 
 
