@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -42,6 +44,47 @@ def test_check_port_free_passes(listening: int) -> None:
         other.bind(("127.0.0.1", 0))
         free = other.getsockname()[1]
     preflight.check_port("127.0.0.1", free)
+
+
+def free_port() -> int:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        return int(other.getsockname()[1])
+
+
+CLAIM = """
+import sys
+from qwen_nvfp4_serve.preflight import claimed_port
+with claimed_port("127.0.0.1", int(sys.argv[1])):
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_claimed_port_second_start_at_once_is_one_line_until_the_first_has_ended() -> None:
+    port = free_port()
+    command = [sys.executable, "-c", CLAIM, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "mine\n"
+        with (
+            pytest.raises(QwenNvfp4Error, match=rf"port {port} .*another start.*PORT") as caught,
+            preflight.claimed_port("127.0.0.1", port),
+        ):
+            pass
+        assert "\n" not in str(caught.value)
+        first.kill()
+    with preflight.claimed_port("127.0.0.1", port), preflight.claimed_port("127.0.0.1", free_port()):
+        pass
+
+
+def test_claimed_port_that_another_program_listens_on_is_refused_and_not_kept(listening: int) -> None:
+    for _ in range(2):
+        with (
+            pytest.raises(QwenNvfp4Error, match=f"port {listening} .*in use"),
+            preflight.claimed_port("127.0.0.1", listening),
+        ):
+            pass
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.8.8.8"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from qwen_nvfp4_serve.host import Gpu
 from qwen_nvfp4_serve.planner.feedback import write_extra
 from qwen_nvfp4_serve.reference import ANSWERS, EMBEDDED, FOLDER
 from qwen_nvfp4_serve.settings import load_settings
+from qwen_nvfp4_serve.supervisor import Supervisor
 from qwen_nvfp4_serve.synthetic import CheckpointSpec, write_checkpoint
 from qwen_nvfp4_serve.synthetic.config import model_config
 
@@ -173,3 +175,21 @@ def test_ready_message_is_a_curl_line_with_the_key_variable_only_when_needed(mac
     made, _ = prepare()
     assert "VLLM_API_KEY" not in serve.ready_message(made.launch, has_key=False)
     assert "$VLLM_API_KEY" in serve.ready_message(made.launch, has_key=True)
+
+
+def test_run_holds_its_port_while_the_server_runs(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+    made, _ = prepare(PORT=str(port))
+    seen: list[str] = []
+
+    def supervise(_self: Supervisor) -> int:
+        with pytest.raises(QwenNvfp4Error, match="another start"):
+            serve.run(made, lambda _stage, message: seen.append(message))
+        return 7
+
+    monkeypatch.setattr(Supervisor, "run", supervise)
+    assert serve.run(made, lambda _stage, message: seen.append(message)) == 7
+    assert not seen

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import json
 import socket
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, Literal
@@ -106,6 +107,23 @@ def is_loopback(host: str) -> bool:
         raise UsageError("BIND_HOST", seen=host, expected="an IP address or localhost", do="Use 127.0.0.1.") from None
 
 
+@contextlib.contextmanager
+def claimed_port(host: str, port: int) -> Iterator[None]:
+    """Holds `port` against other starts of ours, from long before vLLM listens there until it has ended.
+
+    Of two starts at once, both would find the port free, and one would learn minutes later, from vLLM, that it is not.
+    The claim is a name in the kernel, dropped with this process however that ends. Raises QwenNvfp4Error when the port
+    is claimed or taken.
+    """
+    with socket.socket(socket.AF_UNIX) as claim:
+        try:
+            claim.bind(f"\0qwen-nvfp4-serve-{port}")
+        except OSError:
+            raise _port_error(host, port, "another start of this server has it") from None
+        check_port(host, port)
+        yield
+
+
 def check_port(host: str, port: int) -> None:
     """Raises QwenNvfp4Error when nothing can listen on host:port now."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -115,10 +133,12 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
             probe.listen(1)
     except OSError as error:
-        raise QwenNvfp4Error(
-            f"port {port} on {host} cannot be used ({error.strerror or error})",
-            do=f"Stop what listens there, or set PORT (now {port}) to a free one.",
-        ) from None
+        raise _port_error(host, port, error.strerror or str(error)) from None
+
+
+def _port_error(host: str, port: int, reason: str) -> QwenNvfp4Error:
+    do = f"Stop what uses it, or set PORT (now {port}) to a free one."
+    return QwenNvfp4Error(f"port {port} on {host} cannot be used ({reason})", do=do)
 
 
 def check_plugin() -> None:
