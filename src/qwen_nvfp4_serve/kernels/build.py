@@ -30,19 +30,24 @@ FLAGS = ("-O3", "-std=c++17", "-cudart=static", "--compiler-options=-fPIC")
 class KernelLibrary:
     """One shared library: its name and its sources, the first of which is compiled and includes the rest.
 
-    sources: relative to folder; headers of another library may be among them.
+    headers: what it shares with another library, looked for in these files' folders.
     """
 
     name: str
     folder: Path
     sources: tuple[str, ...]
+    headers: tuple[Path, ...] = ()
 
     def digest(self) -> str:
-        """Twelve hex digits over sources and flags."""
+        """Twelve hex digits over sources, headers and flags."""
         content = hashlib.sha256(repr((self.name, FLAGS)).encode())
-        for source in self.sources:
-            content.update((self.folder / source).read_bytes())
+        for path in (*(self.folder / source for source in self.sources), *self.headers):
+            content.update(path.read_bytes())
         return content.hexdigest()[:12]
+
+    def include_flags(self) -> list[str]:
+        """Where the compiler finds the headers."""
+        return [f"-I{folder}" for folder in dict.fromkeys(path.parent for path in self.headers)]
 
     def file_name(self, cards: Sequence[str] = CARDS) -> str:
         """`<name>-<digest>-<cards>.so`, `all` for all of them."""
@@ -50,15 +55,15 @@ class KernelLibrary:
         return f"{self.name}-{self.digest()}-{suffix}.so"
 
 
-NVFP4_LINEAR = KernelLibrary(
-    "nvfp4_linear", HERE / "nvfp4_linear" / "csrc", ("linear.cu", "linear.h", "layout.cuh", "device.cuh")
-)
+LINEAR_SOURCES = HERE / "nvfp4_linear" / "csrc"
+NVFP4_LINEAR = KernelLibrary("nvfp4_linear", LINEAR_SOURCES, ("linear.cu", "linear.h", "layout.cuh", "device.cuh"))
 NVFP4_MOE = KernelLibrary(
     "nvfp4_moe",
     HERE / "nvfp4_moe" / "csrc",
-    ("moe.cu", "moe.h", "plan.cuh", "../../nvfp4_linear/csrc/layout.cuh", "../../nvfp4_linear/csrc/device.cuh"),
+    ("moe.cu", "moe.h", "plan.cuh"),
+    (LINEAR_SOURCES / "layout.cuh", LINEAR_SOURCES / "device.cuh"),
 )
-READ_STREAM = KernelLibrary("read_stream", HERE / "nvfp4_linear" / "csrc", ("read_stream.cu",))
+READ_STREAM = KernelLibrary("read_stream", LINEAR_SOURCES, ("read_stream.cu",))
 LIBRARIES = (NVFP4_LINEAR, NVFP4_MOE)
 
 
@@ -69,7 +74,7 @@ def compile_command(library: KernelLibrary, nvcc: str, target: Path, cards: Sequ
         raise UsageError("cards to compile for", seen=", ".join(unknown) or "none", expected=", ".join(CARDS))
     codes = [f"-gencode=arch=compute_{card},code=sm_{card}" for card in cards]
     source = str(library.folder / library.sources[0])
-    return [nvcc, *FLAGS, "-shared", *codes, source, "-o", str(target)]
+    return [nvcc, *FLAGS, *library.include_flags(), "-shared", *codes, source, "-o", str(target)]
 
 
 def build(

@@ -34,4 +34,20 @@ __device__ __forceinline__ void release_dependents() {
 #endif
 }
 
+// Adds one to a counter; what this thread and those it has met at a barrier wrote before is seen by who reads the sum.
+__device__ __forceinline__ unsigned arrive(unsigned* counter) {
+    unsigned before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+// Keeps what is computed from a value out of loops around this place.
+__device__ __forceinline__ void keep_here(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+// The shared memory that a launch asked for.
+__device__ __forceinline__ void* dynamic_shared() {
+    extern __shared__ uint4 dynamic[];
+    return dynamic;
+}
+
 }  // namespace nvfp4

@@ -202,11 +202,7 @@ __device__ __forceinline__ bool combine_block(const Params& p, int block, bool s
     }
     __shared__ unsigned arrived_before;
     __syncthreads();  // orders every thread's part before thread 0's release, which publishes them all
-    if (threadIdx.x == 0) {
-        unsigned before;
-        asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(p.arrived + block) : "memory");
-        arrived_before = before;
-    }
+    if (threadIdx.x == 0) arrived_before = arrive(p.arrived + block);
     __syncthreads();
     if (arrived_before != unsigned(last - first)) return false;
     if (threadIdx.x == 0) p.arrived[block] = 0;

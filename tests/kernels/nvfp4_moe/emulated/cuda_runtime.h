@@ -1,0 +1,206 @@
+// Enough of CUDA to run a grid of our kernels on a CPU: one CTA after another, every thread a coroutine of its own, and
+// warp instructions and barriers where the coroutines meet. Found instead of the toolkit's header of this name.
+#pragma once
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __shared__ static  // CTAs run one after another
+
+struct dim3 {
+    unsigned x = 1, y = 1, z = 1;
+    dim3() = default;
+    explicit dim3(unsigned x, unsigned y = 1) : x(x), y(y) {}
+};
+struct uint4 {
+    unsigned x, y, z, w;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulated {
+
+struct Meeting {
+    int expected, arrived = 0;
+    unsigned generation = 0;
+};
+
+struct Warp {
+    Meeting meeting{32};
+    unsigned char slots[2][32][64];
+};
+
+struct Thread {
+    ucontext_t context;  // for its start; afterwards jumps, which ask nothing of the kernel
+    jmp_buf place;
+    std::unique_ptr<char[]> stack;
+    bool started = false;
+    const Meeting* waits_for = nullptr;
+    unsigned generation = 0;
+    int met = 0;  // meetings of its warp so far
+    bool ended = false;
+};
+
+inline std::vector<Thread> threads;
+inline std::vector<Warp> warps;
+inline Meeting all{0};
+inline jmp_buf scheduler;
+inline std::function<void()> body;
+inline std::vector<uint4> dynamic;
+
+inline Thread& self() { return threads[threadIdx.x]; }
+
+inline void meet(Meeting& meeting) {
+    if (++meeting.arrived == meeting.expected) {
+        meeting.arrived = 0;
+        ++meeting.generation;
+        return;
+    }
+    Thread& me = self();
+    me.waits_for = &meeting;
+    me.generation = meeting.generation;
+    if (!_setjmp(me.place)) _longjmp(scheduler, 1);
+}
+
+// What every lane of this warp brought, in lane order.
+template <class T>
+std::array<T, 32> gather(const T& mine) {
+    static_assert(sizeof(T) <= 64);
+    Warp& warp = warps[threadIdx.x / 32];
+    auto& slots = warp.slots[self().met++ % 2];
+    std::memcpy(slots[threadIdx.x % 32], &mine, sizeof(T));
+    meet(warp.meeting);
+    std::array<T, 32> everyone;
+    for (int lane = 0; lane < 32; ++lane) std::memcpy(&everyone[lane], slots[lane], sizeof(T));
+    return everyone;
+}
+
+inline void start() {
+    body();
+    self().ended = true;
+    _longjmp(scheduler, 1);
+}
+
+inline void resume(Thread& thread) {
+    if (_setjmp(scheduler)) return;
+    if (thread.started) _longjmp(thread.place, 1);
+    thread.started = true;
+    setcontext(&thread.context);
+}
+
+inline void run_cta() {
+    constexpr size_t stack_bytes = 64 * 1024;
+    const int count = blockDim.x;
+    if (count % 32) std::abort();
+    threads = std::vector<Thread>(count);
+    warps = std::vector<Warp>(count / 32);
+    all = Meeting{count};
+    for (Thread& thread : threads) {
+        thread.stack.reset(new char[stack_bytes]);
+        getcontext(&thread.context);
+        thread.context.uc_stack.ss_sp = thread.stack.get();
+        thread.context.uc_stack.ss_size = stack_bytes;
+        makecontext(&thread.context, start, 0);
+    }
+    for (int left = count; left > 0;) {
+        bool moved = false;
+        for (int i = 0; i < count; ++i) {
+            Thread& thread = threads[i];
+            if (thread.ended || (thread.waits_for && thread.waits_for->generation == thread.generation)) continue;
+            thread.waits_for = nullptr;
+            threadIdx.x = i;
+            moved = true;
+            resume(thread);
+            left -= thread.ended;
+        }
+        if (!moved) {
+            std::fprintf(stderr, "CTA %u: threads wait for each other\n", blockIdx.x);
+            std::abort();
+        }
+    }
+}
+
+}  // namespace emulated
+
+inline void __syncthreads() { emulated::meet(emulated::all); }
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    return emulated::gather(value)[threadIdx.x % 32 ^ mask];
+}
+inline unsigned __ballot_sync(unsigned, bool value) {
+    unsigned result = 0;
+    const auto everyone = emulated::gather(value);
+    for (int lane = 0; lane < 32; ++lane) result |= unsigned(everyone[lane]) << lane;
+    return result;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    const auto everyone = emulated::gather(value);
+    return *std::max_element(everyone.begin(), everyone.end());
+}
+inline unsigned __reduce_min_sync(unsigned, unsigned value) {
+    const auto everyone = emulated::gather(value);
+    return *std::min_element(everyone.begin(), everyone.end());
+}
+inline int __popc(unsigned value) { return std::popcount(value); }
+inline int __ffs(unsigned value) { return value ? std::countr_zero(value) + 1 : 0; }
+inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
+inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
+template <class T>
+T __ldcg(const T* p) {
+    if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) std::abort();
+    return *p;
+}
+using std::isfinite;
+using std::max;
+using std::min;
+
+// The runtime's calls that a launch makes.
+using cudaError_t = int;
+using cudaStream_t = void*;
+constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaDevAttrComputeCapabilityMajor = 75;
+constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 6;
+struct cudaLaunchAttribute {
+    int id;
+    struct {
+        int programmaticStreamSerializationAllowed;
+    } val;
+};
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    int numAttrs;
+};
+inline int cudaGetDevice(int* device) { return *device = 0; }
+inline int cudaDeviceGetAttribute(int* value, int, int) { return *value = 9, 0; }
+inline const char* cudaGetErrorName(int) { return "cudaErrorInvalidValue"; }
+template <class Kernel, class Params>
+int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, const Params& params) {
+    gridDim = config->gridDim, blockDim = config->blockDim;
+    for (unsigned block = 0; block < gridDim.x * gridDim.y; ++block) {
+        blockIdx.x = block % gridDim.x, blockIdx.y = block / gridDim.x;
+        emulated::dynamic.assign(config->dynamicSmemBytes / sizeof(uint4) + 1, make_uint4(~0u, ~0u, ~0u, ~0u));  // NaN
+        emulated::body = [&] { kernel(params); };
+        emulated::run_cta();
+    }
+    return cudaSuccess;
+}

@@ -1,0 +1,42 @@
+// The machine's part of the kernels, on a CPU. Found instead of the kernels' own header of this name.
+#pragma once
+#include "layout.cuh"
+
+namespace nvfp4 {
+
+inline Word4 load_weights(const uint8_t* p) {
+    if (reinterpret_cast<uintptr_t>(p) % 16) std::abort();
+    Word4 w;
+    std::memcpy(&w, p, sizeof w);
+    return w;
+}
+
+// PTX ISA, "Matrix fragments for mma.m16n8k16": A rows g and g + 8, B column g, slots 2t + {0, 1} and 2t + 8 + {0, 1}.
+inline void mma(float (&c)[4], Word4 a, uint32_t b0, uint32_t b1) {
+    struct Operands {
+        uint32_t a[4], b[2];
+    };
+    Operands mine;
+    std::memcpy(mine.a, a.v, sizeof mine.a);
+    mine.b[0] = b0, mine.b[1] = b1;
+    const auto everyone = emulated::gather(mine);
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const auto half = [](uint32_t pair, int upper) { return std::bit_cast<float>((pair >> (16 * upper)) << 16); };
+    for (int i = 0; i < 4; ++i) {
+        double sum = c[i];
+        for (int slot = 0; slot < 16; ++slot) {
+            const int from = slot % 8 / 2, later = slot / 8;
+            const Operands &row = everyone[g * 4 + from], &column = everyone[(2 * t + i % 2) * 4 + from];
+            sum += double(half(row.a[i / 2 + later * 2], slot % 2)) * half(column.b[later], slot % 2);
+        }
+        c[i] = float(sum);
+    }
+}
+
+inline void wait_for_producer() {}
+inline void release_dependents() {}
+inline unsigned arrive(unsigned* counter) { return (*counter)++; }
+inline void keep_here(uint32_t&) {}
+inline void* dynamic_shared() { return emulated::dynamic.data(); }
+
+}  // namespace nvfp4
