@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ import pytest
 from qwen_nvfp4_serve.doctor import CHECKS, Facts, diagnose, facts_from
 from qwen_nvfp4_serve.doctor import probes as host_probes
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.ready import State, state_path, write_state
 
 CASES = json.loads((Path(__file__).parent / "data" / "host_cases.json").read_text())
 
@@ -89,6 +95,9 @@ RULES: list[tuple[str, dict[str, Any], bool, str]] = [
     ("cache", {"cache_uid": 0, "run_uid": 1000, "mode": "rwx"}, False, "octal"),
     ("port", {"port": 8000, "port_holder": "nginx"}, False, "nginx"),
     ("port", {"port": 8000, "port_holder": ""}, True, "free"),
+    ("port", {"port": 8000, "port_holder": "our own server", "port_own": True}, True, "our own server runs there"),
+    ("memory", {"gpu": "RTX 5090", "memory_free_mib": 900, "port_own": True}, True, "a server of ours"),
+    ("memory", {"gpu": "RTX 5090", "memory_free_mib": 900, "port_own": False}, False, "900 MiB"),
     ("compile-jobs", {"host_memory_gib": 16, "cpu_count": 32}, False, "MAX_JOBS=4"),
     ("compile-jobs", {"host_memory_gib": 16, "cpu_count": 32, "max_jobs": 4}, True, "fit"),
     ("env", {"env": "PORT=8001\n"}, True, "without complaint"),
@@ -171,6 +180,7 @@ def test_every_check_survives_every_single_fact() -> None:
 def gathered(cache: Path, **values: Any) -> Facts:
     """Facts of this machine, for a cache folder that is not there yet."""
     asked: dict[str, Any] = {"env_text": None, "model": None, "tensor_parallel": 1, "port": 1, "has_token": False}
+    asked |= {"served_names": ("embedded",), "api_key": "secret"}
     return host_probes.gather(cache=cache, environ={}, **asked | values)
 
 
@@ -181,6 +191,67 @@ def test_gather_this_machine_finds_memory_cache_and_user(tmp_path: Path) -> None
     assert facts.cache_path == str(tmp_path)
     assert (facts.cache_uid, facts.run_uid) == (os.getuid(), os.getuid())
     assert facts.port_holder == ""
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port on which this process listens and answers nothing."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def record(port: int, *, since: float) -> None:
+    state = State(pid=os.getpid(), stage="READY", message="", since=since, url="", model="embedded")
+    write_state(state_path(port), state)
+
+
+@pytest.mark.parametrize(("age_s", "own"), [(0.0, True), (1e9, False)])
+def test_probe_port_with_our_own_server_names_it_but_not_by_an_old_record(
+    port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: float, own: bool
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(host_probes, "ANSWER_S", 0.1)
+    record(port, since=time.time() - age_s)
+    found = host_probes.probe_port(port, (), None)
+    assert found["port_own"] is own
+    assert ("our own server" in found["port_holder"]) is own
+    assert f"process {os.getpid()}" in found["port_holder"]
+
+
+@pytest.mark.parametrize(
+    ("body", "own"),
+    [
+        (b'{"data": [{"id": "embedded"}]}', True),
+        (b'{"data": [{"id": "gpt-oss"}]}', False),
+        (b'{"data": []}', False),
+        (b'{"data": 1}', False),
+        (b"hello", False),
+    ],
+)
+def test_probe_port_with_a_server_in_a_container_is_known_by_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: bytes, own: bool
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    keys: list[str | None] = []
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            keys.append(self.headers["Authorization"])
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = host_probes.probe_port(server.server_port, ("embedded",), "secret")
+        server.shutdown()
+    assert found["port_own"] is own
+    assert keys == ["Bearer secret"]
 
 
 def test_gather_probe_that_raises_leaves_the_fact_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ def _read(path: Path) -> Facts:
 def _gather(env_file: Path) -> Facts:
     from qwen_nvfp4_serve.doctor.probes import gather
     from qwen_nvfp4_serve.errors import UsageError
+    from qwen_nvfp4_serve.models import MODEL_NAMES
     from qwen_nvfp4_serve.settings import Settings, load_settings
 
     text = env_file.read_bytes().decode(errors="replace") if env_file.is_file() else None
@@ -68,6 +69,8 @@ def _gather(env_file: Path) -> Facts:
         model=settings.model,
         tensor_parallel=settings.tensor_parallel,
         port=settings.port,
+        served_names={settings.served_model_name or "", *MODEL_NAMES},
+        api_key=settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None,
         cache=home / "hub",
         has_token=settings.hf_token is not None or (home / "token").is_file(),
         environ=os.environ,

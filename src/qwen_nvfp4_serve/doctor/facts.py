@@ -19,7 +19,8 @@ class Facts:
     the installed torch was built for. gpu_processes: who holds the card's memory. env: text of the .env file.
     cache_uid, cache_gid, mode: owner, group and octal mode of the hub cache; run_uid, run_gids: who will serve.
     gated: the repository asks for access; hf_token: a token is set; hf_status: what the hub answered to it.
-    port_holder: what listens on the port, "" for nothing. compile_cache_stale: written by another vLLM.
+    port_holder: what listens on the port, "" for nothing; port_own: it is a server of ours.
+    compile_cache_stale: written by another vLLM.
     plugins: how many of our entry points vLLM would find. kernels: architectures that our kernels are built for.
     """
 
@@ -55,6 +56,7 @@ class Facts:
     hf_status: int | None = None
     port: int | None = None
     port_holder: str | None = None
+    port_own: bool | None = None
     host_memory_gib: float | None = None
     cpu_count: int | None = None
     max_jobs: int | None = None

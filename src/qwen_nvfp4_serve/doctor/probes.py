@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+import urllib.request
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from qwen_nvfp4_serve.doctor.facts import Facts
+from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.host import detect_gpus, run_probe
 from qwen_nvfp4_serve.models import find_model
 from qwen_nvfp4_serve.units import GIB, MIB
 
 Values = dict[str, Any]
+ANSWER_S = 1.0  # for a list of models
 
 
 def gather(
@@ -27,12 +32,15 @@ def gather(
     model: str | None,
     tensor_parallel: int,
     port: int,
+    served_names: Collection[str],
+    api_key: str | None,
     cache: Path,
     has_token: bool,
     environ: Mapping[str, str],
 ) -> Facts:
     """Facts about this host, with what the settings say of it.
 
+    served_names, api_key: model ids of our servers, and the key that one may ask for.
     cache: the hub cache folder, which need not exist. environ: for variables of other programs (CUDA, nvcc, vLLM).
     """
     given: Values = {"env": env_text, "model": model, "tensor_parallel": tensor_parallel, "hf_token": has_token}
@@ -45,7 +53,7 @@ def gather(
         probe_host_memory,
         probe_shm,
         lambda: probe_cache(cache, model),
-        lambda: probe_port(port),
+        lambda: probe_port(port, served_names, api_key),
         probe_packages,
         probe_kernels,
         lambda: probe_compile_cache(environ),
@@ -147,12 +155,56 @@ def probe_cache(cache: Path, model: str | None) -> Values:
     return values
 
 
-def probe_port(port: int) -> Values:
-    """Whether something listens on the port of the loopback address."""
+def probe_port(port: int, names: Collection[str], api_key: str | None) -> Values:
+    """What listens on the port of the loopback address, and whether it is our own server.
+
+    names: model ids by which a server of ours in a container is known; api_key: what it may ask for.
+    """
     with socket.socket() as probe:
         probe.settimeout(0.5)
-        taken = probe.connect_ex(("127.0.0.1", port)) == 0
-    return {"port_holder": "another program" if taken else ""}
+        if probe.connect_ex(("127.0.0.1", port)) != 0:
+            return {"port_holder": ""}
+    own = _own_server(port) or _own_container(port, names, api_key)
+    return {"port_holder": own or _listener(port) or "another program", "port_own": own is not None}
+
+
+def _own_server(port: int) -> str | None:
+    """The server of this user that recorded itself for the port, if that process still runs."""
+    import psutil
+
+    from qwen_nvfp4_serve.container import in_container
+    from qwen_nvfp4_serve.ready import read_state, state_path
+
+    with suppress(QwenNvfp4Error, psutil.Error):
+        state = read_state(state_path(None if in_container() else port))
+        # A process that began after the record was made only got the same number.
+        if state is not None and psutil.Process(state.pid).create_time() <= state.since:
+            return f"our own server (process {state.pid}, {state.stage}, {state.model})"
+    return None
+
+
+def _own_container(port: int, names: Collection[str], api_key: str | None) -> str | None:
+    """A server that publishes the port from a container: it serves a name of ours."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/models")
+    if api_key:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    with suppress(OSError, ValueError, KeyError, TypeError, HTTPException):
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            served = [str(model["id"]) for model in json.loads(answer.read())["data"]]
+        if served and served[0] in names:
+            return f"our own server ({served[0]}, in a container or of another user)"
+    return None
+
+
+def _listener(port: int) -> str | None:
+    """`name (process 123)` of what listens there, None where this user may not see it."""
+    import psutil
+
+    with suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port and found.pid:
+                return f"{psutil.Process(found.pid).name()} (process {found.pid})"
+    return None
 
 
 def probe_packages() -> Values:
