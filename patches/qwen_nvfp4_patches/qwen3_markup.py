@@ -40,7 +40,7 @@ _QUOTES = {"`": "`", '"': '"', "'": "'", "(": ")", "[": "]", "*": "*", "â€œ": "â
 class Reader(CallReader):
     """Reads one output. thinking: it begins inside `<think>`. tools: `parameters` by function name, None to leave tool
     markup alone. dropped: special tokens that are no part of any text. literal: content is data under a grammar, and a
-    tag in it is data too.
+    tag in it is data too, unless `tools` are given and it begins with `<tool_call>`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Reader(CallReader):
         return self._take_events()
 
     def _read_text(self) -> None:
-        if self._literal and not self._reasoning:
+        if self._literal and not self._reasoning and not self._gives_calls():
             self._say(self._buffer[self._at :])
             self._at = len(self._buffer)
             return
@@ -105,6 +105,12 @@ class Reader(CallReader):
         else:
             self._at += 2 if self._char_at(start + 1) == JOINER else 1
             self._say("<")
+
+    def _gives_calls(self) -> bool:
+        """Whether what a grammar shaped is calls and not an answer: its beginning says so."""
+        if self._tools is not None and not self._said:
+            self._literal = not self._tag_at(self._after_space(self._at), (CALL,))
+        return not self._literal
 
     def _read_tag(self, tag: str) -> None:
         end = self._at + len(tag)

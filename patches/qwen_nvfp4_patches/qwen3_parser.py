@@ -6,6 +6,7 @@ JSON when a tag was left out, and the text after a tag that prose mentions is lo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,13 +106,23 @@ class OneReading:
         tool_parser = self._tool_parser
         return forced and tool_parser is not None and tool_parser.supports_required_and_named
 
+    def _apply_structural_tag(self: Any, request: Any) -> Any:
+        """Under `auto`, a response format shapes the answer and leaves calls possible, as it does at OpenAI."""
+        from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+
+        if request.tools and request.tool_choice == "auto" and request.extract_structured_outputs() is not None:
+            self.tool_strict_level = max(self.tool_strict_level, ToolStrictLevel.FUNCTION)
+        return super()._apply_structural_tag(request)  # type: ignore[misc]
+
     def _make_reader(self: Any, request: Any) -> Reader:
         tools = parameters_by_name(request.tools) if self._tool_parser is not None and request.tools else None
         engine = self._reasoning_parser._parser_engine
         thinking = engine.thinking_enabled
         if self._prompt is not None:
             thinking = not self.is_reasoning_end(list(self._prompt))
-        literal = (tools is None or request.tool_choice == "none") and is_constrained(request)
+        literal = is_answer_or_call(request)
+        if (tools is None or request.tool_choice == "none") and is_constrained(request):
+            tools, literal = None, True
         return Reader(thinking=thinking, tools=tools, dropped=dropped_tokens(self.model_tokenizer), literal=literal)
 
 
@@ -121,6 +132,15 @@ def is_constrained(request: Any) -> bool:
     text_format = getattr(getattr(request, "text", None), "format", None)
     kinds = {getattr(asked, "type", "text") for asked in (chat_format, text_format) if asked is not None}
     return bool(kinds - {"text"}) or getattr(request, "structured_outputs", None) is not None
+
+
+def is_answer_or_call(request: Any) -> bool:
+    """Whether the grammar that vLLM made of the tools and the response format admits calls, or else the format."""
+    tag = getattr(getattr(request, "structured_outputs", None), "structural_tag", None)
+    if not request.tools or request.tool_choice != "auto" or not isinstance(tag, str):
+        return False
+    made = json.loads(tag).get("format")
+    return isinstance(made, dict) and made.get("type") == "or"
 
 
 def dropped_tokens(tokenizer: Any) -> tuple[str, ...]:
@@ -159,11 +179,17 @@ def with_both_names(message: Any) -> Any:
 
 
 def finalizing(original: Any) -> Any:
-    """OpenAIServingChat._finalize_response_message that gives whole answers both names of their thinking."""
+    """OpenAIServingChat._finalize_response_message that gives whole answers both names of their thinking, and null for
+    content where there is none beside calls.
+    """
 
     def _finalize_response_message(self: Any, message: Any, *, parser: Any) -> Any:
         message = original(self, message, parser=parser)
-        return with_both_names(message) if isinstance(parser, OneReading) else message
+        if not isinstance(parser, OneReading):
+            return message
+        if message.tool_calls and not message.content:
+            message.content = None
+        return with_both_names(message)
 
     return _finalize_response_message
 
@@ -210,8 +236,9 @@ PATCH = Patch(
     name="qwen3-output",
     platform=None,
     changes="ParserManager._compose_parser gives the qwen3 and qwen3_coder parsers one reading of the output, and "
-    "_finalize_response_message the name `reasoning_content` beside `reasoning`",
-    why="an argument that is not closed is cut JSON when streamed, lost when not; text after a mentioned tag is lost",
+    "calls beside a response format; _finalize_response_message the name `reasoning_content` beside `reasoning`",
+    why="an argument that is not closed is cut JSON when streamed, lost when not; text after a mentioned tag is lost; "
+    "with a response format no tool can be called",
     upstream="https://github.com/vllm-project/vllm/issues/39056",
     remove_when="tests/contracts/test_parsers.py passes with this patch taken out",
     needed=_needed,

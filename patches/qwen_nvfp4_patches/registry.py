@@ -14,12 +14,15 @@ from qwen_nvfp4_patches import (
     cpu_nvfp4_moe,
     cpu_one_token_prompt,
     cpu_seeded_prefill,
-    deep_requests,
     fused_scales,
     gpu_nvfp4_linear,
     gpu_nvfp4_moe,
     gpu_nvfp4_moe_block,
     qwen3_parser,
+    structured_backends,
+    structured_limits,
+    structured_reasoning,
+    unreadable_requests,
 )
 from qwen_nvfp4_patches.patch import Check, Need, Outcome, Patch, Platform, State
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
@@ -40,7 +43,10 @@ PATCHES: tuple[Patch, ...] = (
     gpu_nvfp4_moe.PATCH,
     gpu_nvfp4_moe_block.PATCH,
     qwen3_parser.PATCH,
-    deep_requests.PATCH,
+    structured_reasoning.PATCH,
+    structured_backends.PATCH,
+    structured_limits.PATCH,
+    unreadable_requests.PATCH,
 )
 
 
