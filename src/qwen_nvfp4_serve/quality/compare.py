@@ -186,7 +186,7 @@ def warnings(found: Comparison) -> tuple[str, ...]:
 def comparison_markdown(first: Result, second: Result, found: Comparison, *, chart: str | None = None) -> str:
     """The page: verdict, counts, what differs, every question whose outcome changed."""
     lines = [f"# {second.label} against {first.label}", "", found.sentence, ""]
-    lines += [f"First: {first.label}. Second: {second.label}. ", ""]
+    lines += [f"First: {first.label}. Second: {second.label}.", ""]
     lines += [
         f"- {name} differs: {one_cell(here)} and {one_cell(there)}" for name, here, there in differences(first, second)
     ]
