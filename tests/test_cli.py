@@ -122,8 +122,27 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
         assert name in shown
 
 
-def test_unknown_command_is_wrong_use(tmp_path: Path) -> None:
-    assert run("serv", cwd=tmp_path).returncode == 2
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("serv", "No such command 'serv'. Did you mean 'serve'? See qwen-nvfp4 --help."),
+        ("plan --context 1e5", "--context: seen '1e5', expected a whole number. See qwen-nvfp4 plan --help."),
+        ("plan --kv-pool-gib much", "--kv-pool-gib: seen 'much', expected a number."),
+        (
+            "plan --kv-cache-dtype nvfp4",
+            "expected one of 'fp8', 'bfloat16'. An NVFP4 KV cache is refused by our policy",
+        ),
+        ("plan --contxt 5", "No such option: --contxt"),
+        ("plan 5", "Got unexpected extra argument"),
+        ("inspect", "Missing argument"),
+        ("inspect x --speculative-tokens -1", "--speculative-tokens: seen '-1', expected at least 0."),
+    ],
+)
+def test_wrong_words_are_one_line_and_2(tmp_path: Path, words: str, says: str) -> None:
+    done = run(*words.split(), cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_dry_run_json_safe_environment_has_no_newlines(tmp_path: Path) -> None:

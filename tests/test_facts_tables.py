@@ -97,7 +97,7 @@ def test_resolve_model_unusable_name_is_one_short_sentence(given: str) -> None:
 
 
 def test_resolve_model_typo_names_the_neighbour() -> None:
-    with pytest.raises(UsageError, match=r"did you mean qwen3\.5-27b"):
+    with pytest.raises(UsageError, match=r"Did you mean qwen3\.5-27b"):
         resolve_model("qwen3.5-27")
 
 
@@ -136,7 +136,7 @@ def test_gpus_rows_are_consistent(row: Any) -> None:
 
 
 def test_find_gpu_unknown_card_names_the_neighbour() -> None:
-    with pytest.raises(UsageError, match="did you mean rtx-5090"):
+    with pytest.raises(UsageError, match="Did you mean rtx-5090"):
         find_gpu("rtx5090x")
 
 

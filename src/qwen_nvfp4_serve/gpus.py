@@ -178,5 +178,5 @@ def find_gpu(name: str) -> GpuRow:
     if row is not None:
         return row
     near = get_close_matches(wanted, GPU_NAMES, n=1)
-    hint = f"did you mean {near[0]}?" if near else "choose one of them"
+    hint = f"Did you mean {near[0]}?" if near else "Choose one of them."
     raise UsageError("unknown card", seen=repr(name), expected=", ".join(GPU_NAMES), do=hint)

@@ -332,7 +332,7 @@ def resolve_model(given: str) -> ModelRef:
     if _HUB_ID.fullmatch(text) and ".." not in text:
         return ModelRef(given=text, repo=text)
     near = get_close_matches(text.lower(), MODEL_NAMES, n=1)
-    raise _unknown(given, do=f"did you mean {near[0]}?" if near else None)
+    raise _unknown(given, do=f"Did you mean {near[0]}?" if near else None)
 
 
 def _unknown(given: str, *, do: str | None) -> UsageError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import typer
 from rich.console import Console
@@ -51,12 +52,23 @@ def main() -> None:
     for name in _named(sys.argv[1:]):
         importlib.import_module(f"qwen_nvfp4_serve.cli.{name}").register(app)
     try:
-        app()
+        code = app(standalone_mode=False)
     except QwenNvfp4Error as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {_escape(str(error))}")
-        sys.exit(error.exit_code)
+        _fail(error)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        from qwen_nvfp4_serve.cli.wrong_use import WrongWords, wrong_use
+
+        if not isinstance(error, WrongWords):
+            raise
+        _fail(wrong_use(error))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(error: QwenNvfp4Error) -> NoReturn:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {_escape(str(error))}")
+    sys.exit(error.exit_code)
 
 
 def _named(words: Sequence[str]) -> tuple[str, ...]:

@@ -116,8 +116,8 @@ def _default(*, for_card: bool) -> str:
 def _bytes(size_gib: float) -> int:
     from qwen_nvfp4_serve.errors import UsageError
 
-    if not 0 < size_gib < 2**20:
-        raise UsageError("--kv-pool-gib", seen=f"{size_gib}", expected="more than 0 and less than a million GiB")
+    if not 2**-20 <= size_gib <= 2**20:
+        raise UsageError("--kv-pool-gib", seen=f"{size_gib:g}", expected="from 0.000001 to 1,048,576 GiB")
     return round(size_gib * GIB)
 
 

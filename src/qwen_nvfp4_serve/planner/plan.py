@@ -107,6 +107,8 @@ def _warnings(sizing: Sizing) -> list[str]:
         warnings.append("speculation on a mixture of experts was measured as a net loss in vLLM: compare it with 0")
     if request.speculative_tokens and request.model.has_mtp is None:
         warnings.append("nobody has looked whether this checkpoint ships its mtp.* tensors: run inspect first")
+    if request.vision and request.model.dims.vision is None:
+        warnings.append("this checkpoint has no vision tower")
     if 1 + request.speculative_tokens > FUSED_QUERY_TOKENS:
         warnings.append("more than 7 draft tokens leave vLLM's fused GDN decode for a slower path")
     if request.state == "bfloat16" and request.model.dims.state_dtype == "float32":
