@@ -18,6 +18,10 @@ PARAMETERS = ("self", "model_config", "structured_outputs_config", "tokenizer")
 # Measured with xgrammar 0.2.8 on two busy cores: 1,000 properties compile in 0.9 s, 2,000 in 4.2 s, 10,000 in 34 s;
 # 10,000 choices (159,000 characters of grammar) in 11 s; an enum of 10,000 values in 0.3 s.
 MOST_SCHEMAS = 2_000
+NO_BACKEND = (
+    "The schema combines keywords that neither xgrammar nor llguidance can enforce, such as patternProperties beside "
+    "properties: leave them out and check the answer for them."
+)
 MOST_CHOICES = 2_000
 MOST_CHARACTERS = {"json": 262_144, "structural_tag": 262_144, "regex": 32_768, "grammar": 65_536}
 
@@ -69,7 +73,9 @@ def _objects(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def limiting(original: Any) -> Any:
-    """SamplingParams._validate_structured_outputs that looks at the size first."""
+    """SamplingParams._validate_structured_outputs that looks at the size first, and does not fall back on Outlines,
+    which indexes the whole vocabulary and is then ended by vLLM's timeout: 500.
+    """
 
     def _validate_structured_outputs(self: Any, *values: Any, **named: Any) -> None:
         from vllm.exceptions import VLLMValidationError
@@ -79,6 +85,8 @@ def limiting(original: Any) -> Any:
         if fault is not None:
             raise VLLMValidationError(fault, parameter="structured_outputs")
         original(self, *values, **named)
+        if asked is not None and asked._backend == "outlines" and asked._backend_was_auto:
+            raise VLLMValidationError(NO_BACKEND, parameter="structured_outputs")
 
     return _validate_structured_outputs
 
@@ -103,8 +111,8 @@ PATCH = Patch(
     name="structured-limits",
     platform=None,
     changes="SamplingParams._validate_structured_outputs refuses schemas, choices, patterns and grammars that are "
-    "too large",
-    why="one schema of some thousand properties holds up every structured output of the server",
+    "too large, and schemas that only Outlines could compile",
+    why="one schema of some thousand properties holds up every structured output of the server; one for Outlines is a 500",
     upstream="https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/structured_output/backend_xgrammar.py",
     remove_when="vLLM bounds the time of every compilation, as it does for regular expressions",
     needed=_needed,

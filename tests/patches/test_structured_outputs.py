@@ -156,6 +156,21 @@ def test_structured_output_that_is_too_large_is_refused_with_the_bound(fields: A
     assert fault is None if word is None else fault is not None and word in fault
 
 
+def test_schema_that_only_outlines_could_compile_is_refused(driver: Driver) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    def choosing(backend: str) -> Any:
+        def _validate(self: Any) -> None:
+            self.structured_outputs._backend, self.structured_outputs._backend_was_auto = backend, True
+
+        return structured_limits.limiting(_validate)
+
+    params = SimpleNamespace(structured_outputs=asked(json=properties(1)))
+    choosing("guidance")(params)
+    with pytest.raises(VLLMValidationError, match="patternProperties"):
+        choosing("outlines")(params)
+
+
 def test_what_the_patches_take_for_granted_is_there(driver: Driver) -> None:
     import inspect
 
