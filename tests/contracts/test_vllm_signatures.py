@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qwen_nvfp4_patches import cpu_mtp_state, registry
+from qwen_nvfp4_patches import cpu_mtp_state, gpu_nvfp4_moe, registry
 from qwen_nvfp4_serve.versions import check_vllm
 
 pytestmark = pytest.mark.usefixtures("any_vllm")
@@ -42,6 +42,9 @@ def test_installed_vllm_is_inside_its_window() -> None:
         (LINEAR, "_get_linear_backend", ("quantization",)),
         (LINEAR, "register_linear_kernel", ("kernel_class", "platform", "kernel_type")),
         (MOE_ORACLE, "backend_to_kernel_cls", ("backend",)),
+        (MOE_ORACLE, "select_nvfp4_moe_backend", gpu_nvfp4_moe.SELECT),
+        (MOE_ORACLE, "convert_to_nvfp4_moe_kernel_format", gpu_nvfp4_moe.CONVERT),
+        ("vllm.model_executor.layers.fused_moe.runner.moe_runner", "get_layer_from_name", ("layer_name",)),
         ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
         (
             "vllm.model_executor.layers.quantization.utils.w8a8_utils",
@@ -73,6 +76,21 @@ def test_state_kernel_takes_the_parameters_that_we_know(name: str) -> None:
             {"is_supported", "can_implement", "process_weights_after_loading", "apply_weights"},
         ),
         (LINEAR, "FP8ScaledMMLinearKernel", {*CHOICE, "apply_scaled_mm"}),
+        (
+            "vllm.model_executor.layers.fused_moe.modular_kernel",
+            "FusedMoEExpertsModular",
+            {
+                "_supports_activation",
+                "_supports_current_device",
+                "_supports_no_act_and_mul",
+                "_supports_parallel_config",
+                "_supports_quant_scheme",
+                "activation_format",
+                "apply",
+                "finalize_weight_and_reduce_impl",
+                "workspace_shapes",
+            },
+        ),
     ],
 )
 def test_base_class_asks_for_the_methods_that_we_write(module: str, name: str, expected: set[str]) -> None:
@@ -80,6 +98,8 @@ def test_base_class_asks_for_the_methods_that_we_write(module: str, name: str, e
 
 
 QUANTIZATION = "vllm.model_executor.layers.quantization"
+QWEN = "vllm.model_executor.models.qwen3_next"
+MOE_RUNNER = "vllm.model_executor.layers.fused_moe.runner.moe_runner"
 CT_EXPERTS = f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4"
 
 
@@ -95,6 +115,20 @@ CT_EXPERTS = f"{QUANTIZATION}.compressed_tensors.compressed_tensors_moe.compress
         (CT_EXPERTS, "CompressedTensorsW4A4Nvfp4MoEMethod", "process_weights_after_loading", ("self", "layer")),
         (f"{QUANTIZATION}.modelopt", "KNvfp4Static", "process", ("self", "layer", "role")),
         (f"{QUANTIZATION}.modelopt", "ModelOptNvFp4FusedMoE", "process_weights_after_loading", ("self", "layer")),
+        (QWEN, "Qwen3NextSparseMoeBlock", "__init__", ("self", "vllm_config", "prefix", "reduce_results")),
+        (QWEN, "Qwen3NextSparseMoeBlock", "forward", ("self", "hidden_states", "already_sequence_parallel")),
+        (
+            MOE_RUNNER,
+            "MoERunner",
+            "_forward_impl",
+            ("self", "hidden_states", "router_logits", "shared_experts_input", "input_ids"),
+        ),
+        (
+            MOE_RUNNER,
+            "MoERunner",
+            "_maybe_reduce_final_output",
+            ("self", "states", "trunc_size", "output_is_reduced"),
+        ),
         ("vllm.v1.engine.async_llm", "AsyncLLM", "shutdown", ("self", "timeout")),
         ("vllm.v1.engine.output_processor", "OutputProcessor", "propagate_error", ("self", "e")),
     ],
