@@ -181,6 +181,14 @@ def test_differences_name_what_differs() -> None:
     )
 
 
+def test_differences_of_kernels_are_the_lines_that_one_lacks() -> None:
+    first, second = pair_of("b")
+    stock = replace(first, server=replace(SERVER, kernels=("Using A", "Using B")))
+    ours = replace(second, server=replace(SERVER, kernels=("Using B", "Using C")))
+    assert differences(stock, ours) == (("kernels", "Using A", "Using C"),)
+    assert differences(stock, second) == ()
+
+
 def test_comparison_page_and_chart_are_written(tmp_path: Path) -> None:
     first, second = pair_of("bbb112nn")
     found = compare(first, second)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.quality_stand_in import count
@@ -18,7 +20,10 @@ from qwen_nvfp4_serve.quality.plan import (
     needle_questions,
     short_questions,
 )
+from qwen_nvfp4_serve.quality.sums import sum_tasks
 from qwen_nvfp4_serve.quality.task import FULL, QUICK, Calls, Code, Exam, Number, Says, Task, Words, check_exam
+
+LM_EVAL = Path(__file__).resolve().parent.parent / "docs" / "lm-eval"
 
 
 async def count_task(task: Task) -> int:
@@ -182,6 +187,13 @@ def test_short_questions_never_ask_for_more_than_the_context() -> None:
 def test_check_exam_names_the_wrong_option(option: str, change: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=option):
         check_exam(replace(FULL, **change))  # type: ignore[arg-type]
+
+
+def test_lm_eval_task_holds_the_first_sums_and_differences() -> None:
+    tasks = [task for task in sum_tasks(replace(FULL, each=20)) if task.kind in ("sum", "difference")]
+    lines = [json.loads(line) for line in (LM_EVAL / "sums.jsonl").read_text().splitlines()]
+    assert lines == [{"question": task.question, "answer": str(task.want)} for task in tasks]
+    assert "test: sums.jsonl" in (LM_EVAL / "qwen_nvfp4_sums.yaml").read_text()
 
 
 def test_check_exam_defaults_are_right() -> None:

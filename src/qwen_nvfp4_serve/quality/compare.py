@@ -162,7 +162,7 @@ def differences(first: Result, second: Result) -> tuple[tuple[str, str, str], ..
         ("card", str(first.machine.card_name), str(second.machine.card_name)),
         ("vLLM", str(first.server.vllm), str(second.server.vllm)),
         ("cache", _cache(first), _cache(second)),
-        ("kernels", _kernels(first), _kernels(second)),
+        ("kernels", *_kernels(first, second)),
         ("host", str(first.machine.cpu), str(second.machine.cpu)),
         ("state", first.stopped or "complete", second.stopped or "complete"),
         *((name, str(getattr(first.exam, name)), str(getattr(second.exam, name))) for name in settings),
@@ -262,5 +262,10 @@ def _cache(result: Result) -> str:
     return ", ".join(f"{name} {cache[name]}" for name in ("cache_dtype", "block_size") if name in cache) or "unknown"
 
 
-def _kernels(result: Result) -> str:
-    return "unknown" if result.server.kernels is None else "; ".join(result.server.kernels) or "none named"
+def _kernels(first: Result, second: Result) -> tuple[str, str]:
+    """The lines of each log that the other lacks; two equal texts where a log was not given."""
+    here, there = first.server.kernels, second.server.kernels
+    if here is None or there is None:
+        return ("unknown", "unknown")
+    only = [[line for line in one if line not in other] for one, other in ((here, there), (there, here))]
+    return ("; ".join(only[0]) or "nothing of its own", "; ".join(only[1]) or "nothing of its own")
