@@ -8,12 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
-from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, large_m
+from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, large_m, large_m_measure
 
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 INTERPRETED = Path(__file__).parent / "interpreted_large_m.py"
@@ -82,6 +83,17 @@ def test_experts_other_shapes_or_dtypes_are_refused(spoiled: str) -> None:
 def test_experts_without_tokens_are_none() -> None:
     none = torch.zeros(0, 1)
     assert large_m.experts(torch.zeros(0, 128), zero_experts(), none.int(), none).shape == (0, 128)
+
+
+def test_tiles_to_measure_begin_with_those_in_use_and_none_comes_twice() -> None:
+    found = list(large_m_measure.tiles())
+    assert tuple(found[: len(large_m.TILES)]) == large_m.TILES
+    assert len(set(found)) == len(found)
+
+
+def test_best_is_the_fastest_tile_of_each_m_that_was_timed() -> None:
+    rows: list[dict[str, Any]] = [{"tokens": {"16": 9.0, "64": 5.0}}, {"tokens": {"16": 8.0}}]
+    assert large_m_measure.best(rows, (16, 64, 256)) == {"16": 1, "64": 0}
 
 
 COMPILE = """
