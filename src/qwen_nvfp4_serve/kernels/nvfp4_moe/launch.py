@@ -73,9 +73,7 @@ def experts(
         top_k=ids.shape[1],
         dependent=int(dependent),
     )
-    with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        error = binding.library().nvfp4_moe_experts(ctypes.byref(call), stream)
+    error = _enqueue("nvfp4_moe_experts", call, x.device)
     binding.check(error, f"NVFP4 experts of {x.shape[0]} tokens, {weights.experts} of {weights.intermediate}")
     return y
 
@@ -154,10 +152,14 @@ def _election(choice: Choice, experts: int, renormalize: bool) -> dict[str, int]
 
 
 def _launch_route(call: binding.RouteCall, device: torch.device) -> None:
+    error = _enqueue("nvfp4_moe_route", call, device)
+    binding.check(error, f"electing {call.top_k} of {call.experts} experts for {call.m} tokens")
+
+
+def _enqueue(function: str, call: ctypes.Structure, device: torch.device) -> int:
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
-        error = binding.library().nvfp4_moe_route(ctypes.byref(call), stream)
-    binding.check(error, f"electing {call.top_k} of {call.experts} experts for {call.m} tokens")
+        return int(getattr(binding.library(), function)(ctypes.byref(call), stream))
 
 
 def _experts(weights: ExpertWeights) -> binding.Experts:
