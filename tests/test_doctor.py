@@ -103,12 +103,32 @@ RULES: list[tuple[str, dict[str, Any], bool, str]] = [
     ("env", {"env": "PORT=8001\n"}, True, "without complaint"),
     ("env", {"env": "PORT=8001\r\nMAX_NUM_SEQS=2\r\n"}, True, "PORT, MAX_NUM_SEQS"),
     ("env", {"env": "PORT=eight\n"}, False, "PORT"),
+    ("env", {"env": "PORT=8001\nPORT=8002\n"}, True, "lines 1 and 2"),
+    ("env", {"env": "BIND_HOST=0.0.0.0\n"}, False, "VLLM_API_KEY"),
+    ("env", {"env": "BIND_HOST=0.0.0.0\nVLLM_API_KEY=x\n"}, True, "without complaint"),
+    ("env", {"env": "BIND_HOST=my host\n"}, False, "IP address"),
+    ("env", {"env": "EXTRA_ARGS=--seed 7\n"}, True, "without complaint"),
+    ("env", {"env": "EXTRA_ARGS=--host 0.0.0.0\n"}, False, "BIND_HOST owns"),
+    ("env", {"env": "MODEL=qwen3.5-72b\n"}, False, "unknown model"),
+    ("env", {"env": "MODEL=./not/on/this/disk\n"}, True, "without complaint"),
+    ("env", {"env": 'EXTRA_ARGS="--a \'b"\n'}, False, "quoted as in a shell"),
     ("env", {"env": "VLLM_USE_FLASHINFER_MOE_FP4=1\n"}, False, "moe-backend"),
     ("env", {"env": "GPU_MEMORY_UTILISATION=0.9\n"}, False, "GPU_MEMORY_UTILIZATION"),
     ("hub-access", {"gated": True, "hf_token": False}, False, "HF_TOKEN"),
     ("hub-access", {"gated": False, "hf_token": False}, True, "downloaded"),
     ("hub-access", {"hf_status": 401}, False, "401"),
     ("hub-access", {"hf_status": 403}, False, "ask for access"),
+    ("hub-access", {"hf_status": 200}, True, "downloaded"),
+    ("hub-access", {"hf_status": 404}, False, "check MODEL"),
+    ("hub-access", {"hf_status": 418}, False, "check MODEL"),
+    ("hub-access", {"hf_status": 503}, False, "later"),
+    ("torch", {"torch_arch_list": ["sm_80", "sm_90"], "gpu": "RTX 5090"}, False, "sm_120"),
+    ("torch", {"torch_arch_list": ["sm_120a"], "gpu": "RTX 5090"}, True, "sm_120"),
+    ("torch", {"torch_arch_list": ["sm_120a"], "gpu": "GB10"}, False, "sm_121"),
+    ("torch", {"torch_arch_list": ["sm_120f"], "gpu": "GB10"}, True, "sm_121"),
+    ("driver", {"driver": "560.1", "cuda_image": "12.6", "gpu": "RTX 5080"}, False, "570"),
+    ("cuda-compat", {"driver": "590.1", "cuda_image": "13.2", "compat_libs": True, "gpu": "RTX 5080"}, False, "804"),
+    ("cuda-compat", {"driver": "610.4", "cuda_image": "13.7", "compat_libs": True, "gpu": "RTX 5080"}, True, "new"),
     ("vllm", {"vllm_version": "0.32.0", "gpu": "RTX 5090"}, False, "advisories"),
     ("vllm", {"vllm_version": "0.32.0", "gpu": ""}, True, "inside"),
     ("vllm", {"vllm_version": "0.34.0", "gpu": ""}, False, "outside"),
@@ -163,11 +183,20 @@ def test_diagnose_host_that_cannot_run_is_unsupported(given: dict[str, Any], uns
         {"compat_libs": 1},
         {"kernels": "sm_90a"},
         {"disk_free_gib": "many"},
+        {"disk_free_gib": float("nan")},
+        {"host_memory_gib": float("inf")},
+        {"host_memory_gib": 10**400},
+        {"memory_free_mib": -1},
+        {"shm_mib": 64.5},
     ],
 )
 def test_facts_of_wrong_type_are_refused_by_name(given: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=f"fact {next(iter(given))}"):
         facts_from(given)
+
+
+def test_facts_whole_number_written_with_a_point_is_taken() -> None:
+    assert facts_from({"shm_mib": 64.0}).shm_mib == 64
 
 
 def test_every_check_survives_every_single_fact() -> None:

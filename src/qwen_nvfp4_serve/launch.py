@@ -115,7 +115,7 @@ def build_launch(
     settings: Settings, *, model: Model, capacity: Capacity, host: Host, passthrough: Mapping[str, str] | None = None
 ) -> Launch:
     """The launch for these settings. Raises UsageError when EXTRA_ARGS sets a flag that a knob owns."""
-    extra = _extra_args(settings.extra_args)
+    extra = extra_words(settings.extra_args)
     argv = [host.python, "-m", "vllm.entrypoints.cli.main", "serve", model.source]
     argv += (
         _identity(settings, model)
@@ -238,7 +238,8 @@ def _environment(settings: Settings, model: Model, host: Host, passthrough: dict
     return added
 
 
-def _extra_args(text: str) -> list[str]:
+def extra_words(text: str) -> list[str]:
+    """EXTRA_ARGS as words. Raises UsageError for a flag that a knob owns, or that starts no server."""
     words = shlex.split(text)
     if words and (not words[0].startswith("-") or any(word.startswith("@") for word in words)):
         raise UsageError("EXTRA_ARGS", seen=repr(words[0])[:60], expected="flags of `vllm serve`, such as --seed 7")

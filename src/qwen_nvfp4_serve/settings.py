@@ -37,7 +37,10 @@ def _tidy(value: object) -> object:
 
 
 def _parses(text: str) -> str:
-    shlex.split(text)
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"words quoted as in a shell, but there is {str(error).lower()}") from None
     return text
 
 

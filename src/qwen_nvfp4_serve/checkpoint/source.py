@@ -80,7 +80,8 @@ def parse_json(text: bytes, name: str) -> Mapping[str, object]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{name}", seen=f"no JSON ({error})", expected="a JSON object") from None
     if not isinstance(parsed, dict):
-        raise UsageError(f"{name}", seen=f"a JSON {type(parsed).__name__}", expected="a JSON object")
+        kind = {list: "list", str: "text", bool: "truth value", type(None): "null"}.get(type(parsed), "number")
+        raise UsageError(f"{name}", seen=f"a JSON {kind}", expected="a JSON object")
     return parsed
 
 

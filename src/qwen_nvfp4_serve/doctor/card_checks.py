@@ -19,7 +19,7 @@ DRIVER_FOR_CUDA = {11: 450, 12: 525, 13: 580}
 # Oldest driver branch that knows Blackwell at all.
 BLACKWELL_DRIVER = 570
 # The driver branch that a CUDA release ships with; its forward-compatibility libraries are of that branch.
-NATIVE_DRIVER = {(12, 8): 570, (12, 9): 575, (13, 0): 580, (13, 1): 590}
+NATIVE_DRIVER = {(12, 8): 570, (12, 9): 575, (13, 0): 580, (13, 1): 590, (13, 2): 595}
 LEAST_CAPABILITY = (8, 0)  # BF16 tensor cores, and the oldest that vLLM's attention backends accept
 WSL_HIDDEN_MIB = 1331  # about 1.3 GiB that Windows keeps of a card
 
@@ -32,10 +32,10 @@ def check_driver(facts: Facts) -> Check | None:
     cuda = _cuda(facts.cuda_image or "13.0")
     if branch is None or cuda is None:
         bad = f"driver {facts.driver!r}" if branch is None else f"CUDA {facts.cuda_image!r}"
-        do = "report what nvidia-smi prints"
+        do = "type nvidia-smi: where it shows no driver version, install the driver again"
         return failed("driver", seen=bad, needed="a version number", says=f"{bad} is no version", do=do)
     needed = DRIVER_FOR_CUDA.get(cuda[0], DRIVER_FOR_CUDA[max(DRIVER_FOR_CUDA)])
-    if facts.capability and facts.capability >= (10, 0):
+    if (_capability(facts) or (0, 0)) >= (10, 0):
         needed = max(needed, BLACKWELL_DRIVER)
     release = f"CUDA {cuda[0]}.{cuda[1]}"
     if branch >= needed:
@@ -59,7 +59,8 @@ def check_compat(facts: Facts) -> Check | None:
     if facts.card and not is_geforce(facts.card):
         return passed("cuda-compat", "present", "none on GeForce", f"{facts.card} accepts CUDA compatibility libraries")
     branch, cuda = _branch(facts.driver or ""), _cuda(facts.cuda_image or "")
-    native = NATIVE_DRIVER.get(cuda) if cuda else None
+    # Of a CUDA release that is not in the table no more is known than that its driver is newer than these.
+    native = NATIVE_DRIVER.get(cuda, max(NATIVE_DRIVER.values()) + 1) if cuda else None
     if branch is not None and native is not None and branch >= native:
         return passed("cuda-compat", "present", "none on GeForce", f"driver {facts.driver} is as new as the libraries")
     return failed(
@@ -80,7 +81,7 @@ def check_card(facts: Facts) -> Check | None:
     if facts.gpu == "":
         return passed("card", "none", "none for the CPU backend", "no NVIDIA card: the CPU backend will serve")
     name, row = facts.card or "the card", match_gpu(facts.card or "")
-    capability = facts.capability or (row.capability if row else None)
+    capability = _capability(facts)
     if capability is None:
         return passed("card", name, "a known card", f"{name} is not in the table and its capability is unknown")
     text = f"{capability[0]}.{capability[1]}"
@@ -108,13 +109,11 @@ def check_card(facts: Facts) -> Check | None:
 
 def check_torch(facts: Facts) -> Check | None:
     """The architectures that torch was built for against the card."""
-    if not facts.torch_arch_list or not facts.capability or facts.gpu == "":
+    capability = _capability(facts)
+    if not facts.torch_arch_list or not capability or facts.gpu == "":
         return None
-    major, minor = facts.capability
-    built = {int(match[1]) for arch in facts.torch_arch_list if (match := re.match(r"sm_(\d+)", arch))}
-    card, listed = 10 * major + minor, ", ".join(facts.torch_arch_list)
-    # Code for x.y also runs on x.z with z > y, not on another major version.
-    if any(arch // 10 == major and arch <= card for arch in built):
+    card, listed = 10 * capability[0] + capability[1], ", ".join(facts.torch_arch_list)
+    if any(_runs(arch, card) for arch in facts.torch_arch_list):
         return passed("torch", listed, f"sm_{card}", f"torch has code for sm_{card}")
     return failed(
         "torch",
@@ -124,6 +123,21 @@ def check_torch(facts: Facts) -> Check | None:
         do="install the torch build that vLLM 0.33 asks for (CUDA 13)",
         unsupported=True,
     )
+
+
+def _runs(arch: str, card: int) -> bool:
+    """Whether code for `arch` runs on sm_<card>: that of x.y also on x.z with z > y, unless it is for x.y alone (a)."""
+    match = re.fullmatch(r"sm_(\d+)([af]?)", arch)
+    if match is None:
+        return False
+    built = int(match[1])
+    return built == card if match[2] == "a" else built // 10 == card // 10 and built <= card
+
+
+def _capability(facts: Facts) -> tuple[int, int] | None:
+    """What was seen, else what the table knows of the card."""
+    row = match_gpu(facts.card or "")
+    return facts.capability or (row.capability if row else None)
 
 
 def check_memory(facts: Facts) -> Check | None:

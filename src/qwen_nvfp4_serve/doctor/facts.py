@@ -85,23 +85,27 @@ def facts_from(given: Mapping[str, Any]) -> Facts:
 def _typed(key: str, value: Any, hint: Any) -> Any:
     if value is None:
         return "" if key == "gpu" else None
-    for option in get_args(hint) if get_origin(hint) is types.UnionType else (hint,):
-        if get_origin(option) is tuple and isinstance(value, list | tuple):
-            return _typed_tuple(key, value, get_args(option))
-        if option is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(option, type) and isinstance(value, option) and (option is bool or not isinstance(value, bool)):
-            return value
-    raise UsageError(f"fact {key}", seen=repr(value)[:80], expected=str(hint).removesuffix(" | None"))
+    option = next((kind for kind in get_args(hint) if kind is not types.NoneType), hint)
+    if get_origin(option) is tuple:
+        return _typed_tuple(key, value, get_args(option))
+    if not isinstance(value, bool) and isinstance(value, int | float) and option in (int, float):
+        # What counts or measures: nothing of a host is below 0 or without end (and NaN is no number).
+        if 0 <= value <= _LARGEST and (option is float or value == int(value)):
+            return option(value)
+    elif type(value) is option:
+        return value
+    raise UsageError(f"fact {key}", seen=repr(value)[:80], expected=_KINDS[option])
 
 
-def _typed_tuple(key: str, value: list[Any] | tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    repeated = options[-1] is Ellipsis
-    wanted = [options[0]] * len(value) if repeated else list(options)
-    right = len(wanted) == len(value) and all(
-        isinstance(item, kind) and not isinstance(item, bool) for item, kind in zip(value, wanted, strict=False)
-    )
-    if not right:
-        shape = "a list" if repeated else f"{len(options)} numbers"
-        raise UsageError(f"fact {key}", seen=repr(value)[:80], expected=shape)
-    return tuple(value)
+_LARGEST = 2**62
+_KINDS = {int: "a whole number, at least 0", float: "a number, at least 0", str: "a text", bool: "true or false"}
+
+
+def _typed_tuple(key: str, value: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
+    kind, repeated = options[0], options[-1] is Ellipsis
+    right = isinstance(value, list | tuple) and all(type(item) is kind for item in value)
+    if right and (repeated or len(value) == len(options)):
+        return tuple(value)
+    words = "texts" if kind is str else "whole numbers"
+    expected = f"a list of {words}" if repeated else f"a list of {len(options)} {words}"
+    raise UsageError(f"fact {key}", seen=repr(value)[:80], expected=expected)

@@ -19,14 +19,14 @@ JOB_GIB = 4.0  # host memory that one nvcc job of FlashInfer's kernels may take
 
 def check_docker(facts: Facts) -> Check | None:
     """Docker's version."""
-    if facts.docker_version is None:
+    if not facts.docker_version:
         return None
     return _at_least("docker", "Docker", facts.docker_version, LEAST_DOCKER)
 
 
 def check_compose(facts: Facts) -> Check | None:
     """Compose's version."""
-    if facts.compose_version is None:
+    if not facts.compose_version:
         return None
     return _at_least("compose", "Docker Compose", facts.compose_version, LEAST_COMPOSE)
 
@@ -60,7 +60,8 @@ def check_shm(facts: Facts) -> Check | None:
         seen=f"{facts.shm_mib:,} MiB",
         needed=f"{needed:,} MiB",
         says=f"shm of {facts.shm_mib:,} MiB is too small for tensor parallelism over {cards} cards",
-        do=f"set shm_size: {needed // 1024}gb in the compose file, or docker run --shm-size={needed // 1024}g",
+        do=f"put QWEN_NVFP4_SHM_SIZE={needed // 1024}gb into .env, which sets shm_size in docker-compose.yml "
+        f"(docker run: --shm-size {needed // 1024}g)",
     )
 
 

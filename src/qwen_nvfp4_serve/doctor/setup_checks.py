@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qwen_nvfp4_serve.doctor.check import Check, failed, passed
 from qwen_nvfp4_serve.doctor.facts import Facts
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.gpus import match_gpu
-from qwen_nvfp4_serve.versions import check_vllm, vllm_window
+from qwen_nvfp4_serve.models import resolve_model
+from qwen_nvfp4_serve.versions import VLLM_GPU, check_vllm, vllm_window
+
+if TYPE_CHECKING:
+    from qwen_nvfp4_serve.settings import Settings
+
+
+HUB_ADVICE = {
+    401: "set HF_TOKEN to a valid token",
+    403: "ask for access on the model's page",
+    404: "check MODEL; a private model is hidden like this, and needs HF_TOKEN",
+    429: "wait some minutes, or set HF_TOKEN",
+}
 
 
 def check_env(facts: Facts) -> Check | None:
@@ -23,6 +36,7 @@ def check_env(facts: Facts) -> Check | None:
         path.write_bytes(facts.env.encode())
         try:
             loaded = load_settings(path, environ={})
+            _check_meaning(loaded.settings)
         except UsageError as error:
             text = error.sentence().replace(str(path), ".env")
             return Check(
@@ -39,6 +53,20 @@ def check_env(facts: Facts) -> Check | None:
     return passed("env", "read", "known settings", "; ".join(notices) or ".env is read without complaint")
 
 
+def _check_meaning(settings: Settings) -> None:
+    """Raises UsageError for values of the right form that `serve` refuses. What is on this disk is not looked at."""
+    if settings.model and not settings.model.startswith(("/", ".", "~")):
+        resolve_model(settings.model)
+    if settings.bind_host not in ("127.0.0.1", "localhost"):
+        from qwen_nvfp4_serve.preflight import check_exposure
+
+        check_exposure(settings, "cuda", VLLM_GPU)
+    if settings.extra_args:
+        from qwen_nvfp4_serve.launch import extra_words
+
+        extra_words(settings.extra_args)
+
+
 def _windows_lines(text: str) -> list[str]:
     """Keys whose lines end in CR LF."""
     lines = [line for line in text.split("\n") if line.endswith("\r") and "=" in line]
@@ -49,13 +77,14 @@ def _windows_lines(text: str) -> list[str]:
 
 def check_access(facts: Facts) -> Check | None:
     """Token and access to a gated repository."""
-    if facts.hf_status in (401, 403):
-        says = f"the hub answered {facts.hf_status} for this model"
-        do = "set HF_TOKEN to a valid token" if facts.hf_status == 401 else "ask for access on the model's page"
-        return failed("hub-access", seen=str(facts.hf_status), needed="access", says=says, do=do)
-    if facts.gated is None:
+    status = facts.hf_status
+    if status is not None and status >= 400:
+        says = f"the hub answered {status} for this model"
+        do = HUB_ADVICE.get(status, "try again later" if status >= 500 else "check MODEL and REVISION")
+        return failed("hub-access", seen=str(status), needed="access", says=says, do=do)
+    if status is None and (facts.gated is None or (facts.gated and facts.hf_token is None)):
         return None
-    if facts.gated and facts.hf_token is False:
+    if status is None and facts.gated and facts.hf_token is False:
         do = "ask for access on the model's page, then set HF_TOKEN"
         return failed(
             "hub-access", seen="no token", needed="a token", says="the model is gated and no token is set", do=do
