@@ -112,7 +112,8 @@ PATCH = Patch(
     platform=None,
     changes="SamplingParams._validate_structured_outputs refuses schemas, choices, patterns and grammars that are "
     "too large, and schemas that only Outlines could compile",
-    why="one schema of some thousand properties holds up every structured output of the server; one for Outlines is a 500",
+    why="one schema of some thousand properties holds up every structured output of the server; one for Outlines "
+    "ends as 500",
     upstream="https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/structured_output/backend_xgrammar.py",
     remove_when="vLLM bounds the time of every compilation, as it does for regular expressions",
     needed=_needed,
