@@ -12,6 +12,8 @@ import pytest
 
 from qwen_nvfp4_serve.bench.machine import Machine
 from qwen_nvfp4_serve.bench.result import ServerFacts
+from qwen_nvfp4_serve.cli.bench_screen import screen
+from qwen_nvfp4_serve.cli.quality import _show
 from qwen_nvfp4_serve.cli.quality import compare as compare_command
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.quality.charts import draw_quality
@@ -223,7 +225,7 @@ def test_wilson_known_values(right: int, asked: int, low: float, high: float) ->
 
 def test_rows_and_grid_count_by_place() -> None:
     needles = [
-        made_outcome(0, right, task=f"needle/{length}/{depth}/0", family="needle", kind=str(length), length=length,
+        made_outcome(0, right, task=f"needle/{length}/{depth}/0", family="needle", kind=f"{length:,}", length=length,
                      depth=depth)
         for length, depth, right in ((1024, 0, True), (1024, 100, False), (4096, 0, True))
     ]  # fmt: skip
@@ -248,6 +250,30 @@ def test_page_of_an_interrupted_run_says_so_and_escapes(tmp_path: Path) -> None:
     assert "**Not finished: it was interrupted.**" in page
     assert "- a note." in page
     assert "3 \\| 4\\n<b>" in page
+
+
+HOSTILE = "[/x] [red] $a$ $\\frac{ \n# h | \x1b[31m"
+
+
+def test_pages_and_charts_of_a_hostile_label_are_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = pair_of("b12n", label=HOSTILE)
+    first = replace(first, label=HOSTILE, server=replace(SERVER, model=HOSTILE))
+    chart = draw_quality(first, tmp_path)
+    assert chart is not None
+    assert quality_markdown(first, chart).startswith("# [/x] [red]")
+    assert "\n# h" not in quality_markdown(first, chart)
+    for name, result in (("a", first), ("b", second)):
+        write_result(tmp_path / name / "quality.json", result)
+    compare_command(tmp_path / "a", tmp_path / "b", tmp_path / "both")
+    _show(first, screen())
+    assert "\x1b" not in capsys.readouterr().out
+    assert "\n# h" not in (tmp_path / "both" / "quality-compare.md").read_text()
+
+
+def test_compare_command_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    write_result(tmp_path / "quality.json", pair_of("b")[0])
+    with pytest.raises(UsageError, match="a folder that can be written"):
+        compare_command(tmp_path, tmp_path, tmp_path / "quality.json")
 
 
 def test_page_and_chart_of_nothing_are_made(tmp_path: Path) -> None:

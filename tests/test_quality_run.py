@@ -318,6 +318,8 @@ def test_cli_low_score_exits_0_and_at_least_makes_it_1(run_cli: Cli) -> None:
         (("--model", "no-such"), "serves m, expected one of those"),
         (("--api-key", "two\nlines"), "--api-key"),
         (("--api-key", "schlüssel"), "--api-key"),
+        (("--base-url", "http://user:pw@127.0.0.1:1/v1"), "--base-url"),
+        (("--base-url", "http://127.0.0.1:1/v1?key=k"), "--base-url"),
         (("--env-file", "none.env"), "none.env"),
         (("--server-log", "none.log"), "none.log"),
     ],
@@ -336,6 +338,7 @@ def test_cli_out_is_needed_new_and_a_folder(run_cli: Cli) -> None:
     assert run_cli()[0] == 2
     Path("file").write_text("x")
     assert run_cli("--out", "file")[0] == 2
+    assert run_cli("--out", "n" * 5000)[0] == 2
     Path("kept").mkdir()
     Path("kept", FILE).write_text("{}")
     code, _, err = run_cli("--out", "kept")

@@ -143,6 +143,14 @@ def test_needle_questions_counts_that_do_not_grow_are_refused() -> None:
         asyncio.run(needle_questions(QUICK, None, same, counts_are_cheap=True))
 
 
+def test_needle_questions_counts_that_hardly_grow_stay_bounded() -> None:
+    async def slow(task: Task) -> int:
+        return 1 + len(str(task.messages[0]["content"]).splitlines()) // 60
+
+    questions = asyncio.run(needle_questions(QUICK, None, slow, counts_are_cheap=False))
+    assert max(len(str(question.task.messages[0]["content"]).splitlines()) for question in questions) <= 4096 + 2
+
+
 def test_left_out_names_lengths_mode_and_limit() -> None:
     exam = replace(FULL, lengths=(1024, 3968, 4096))
     assert room_for_answer(exam, thinks=False) == 128

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qwen_nvfp4_serve.bench.series import Line, short
 from qwen_nvfp4_serve.bench.statistics import Spread
-from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, printable
 from qwen_nvfp4_serve.units import KIB
 
 if TYPE_CHECKING:
@@ -38,6 +38,11 @@ STYLE: dict[str, object] = {
 }
 
 
+def plain(text: str) -> str:
+    """`text` in one line, with dollar signs that matplotlib does not take for mathematics."""
+    return printable(text).replace("$", r"\$")
+
+
 def new_figure(title: str, footer: str, *, columns: int, height: float = 4.6) -> tuple[Figure, list[Axes]]:
     """A figure with `columns` panels side by side. Raises QwenNvfp4Error when matplotlib is not installed."""
     try:
@@ -47,8 +52,8 @@ def new_figure(title: str, footer: str, *, columns: int, height: float = 4.6) ->
         raise QwenNvfp4Error("no charts", seen="matplotlib is not installed", do="pip install matplotlib") from None
     matplotlib.rcParams.update(STYLE)  # type: ignore[arg-type]
     figure = Figure(figsize=(5.6 * columns if columns > 1 else 8.4, height), layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
-    figure.supxlabel(footer, x=0.01, ha="left", fontsize=8, color="#666666")
+    figure.suptitle(plain(title), x=0.01, ha="left", fontsize=13, fontweight="bold")
+    figure.supxlabel("\n".join(map(plain, footer.split("\n"))), x=0.01, ha="left", fontsize=8, color="#666666")
     panels = figure.subplots(1, columns, squeeze=False)
     return figure, list(panels[0])
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError, printable
 from qwen_nvfp4_serve.settings import ENV_FILE
 
 if TYPE_CHECKING:
@@ -110,7 +112,7 @@ def compare(
     found = compare_results(one, other)
     console = screen()
     for name, here, there in differences(one, other):
-        console.print(f"{name} differs: {here} and {there}", markup=False)
+        console.print(printable(f"{name} differs: {here} and {there}"), markup=False)
     for note in warnings(found):
         console.print(f"note: {note}", markup=False)
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
@@ -121,14 +123,17 @@ def compare(
     console.print(table)
     console.print(f"both wrote exactly the same in {found.same_words} of {found.whole.pairs} pairs", markup=False)
     console.print(found.sentence, markup=False)
-    if out is not None:
+    if out is None:
+        return
+    with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
         chart: str | None = None
         try:
             chart = draw_comparison(one, other, found, out).name
         except QwenNvfp4Error as error:
             console.print(f"WARNING: {error}", markup=False)
-        (out / "quality-compare.md").write_text(comparison_markdown(one, other, found, chart=chart), encoding="utf-8")
+        page = comparison_markdown(one, other, found, chart=chart)
+        (out / "quality-compare.md").write_text(page, encoding="utf-8")
         console.print(f"wrote {out / 'quality-compare.md'}", markup=False)
 
 
@@ -141,7 +146,9 @@ def report(
     from qwen_nvfp4_serve.cli.bench_screen import screen
     from qwen_nvfp4_serve.quality.result import read_result
 
-    _write_page(read_result(result), out or (result if result.is_dir() else result.parent), screen())
+    folder = out or (result if result.is_dir() else result.parent)
+    with _writing(folder):
+        _write_page(read_result(result), folder, screen())
 
 
 @group.command()
@@ -175,19 +182,30 @@ def _new_folder(out: Path | None) -> Path:
 
     if out is None:
         raise UsageError("--out", seen="nothing", expected="a folder for the result", do="Add --out DIR.")
-    if (out / FILE).exists():
-        raise UsageError(f"--out {out}", seen=f"a {FILE}", expected="a folder without one", do="Name another folder.")
-    try:
+    with _writing(out):
+        if (out / FILE).exists():
+            expected = "a folder without one"
+            raise UsageError(f"--out {out}", seen=f"a {FILE}", expected=expected, do="Name another folder.")
         out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {out}", seen=error.strerror, expected="a folder that can be written") from None
     return out
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turns a failure to write below `path` into one sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--out {path}", seen=error.strerror, expected="a folder that can be written") from None
 
 
 def _connect(base_url: str, model: str | None, api_key: str | None, env_file: Path | None) -> Server:
     from qwen_nvfp4_serve.settings import load_settings
     from qwen_nvfp4_serve.smoke import connect
 
+    if any(mark in base_url for mark in "@?#"):  # what such a URL may hide would stay in the result
+        expected = "a URL without user, password, ? and #"
+        raise UsageError("--base-url", seen="a URL with one of them", expected=expected, do="Give a key by --api-key.")
     settings = load_settings(env_file or ENV_FILE, required=env_file is not None).settings
     kept = settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
     key = kept if api_key is None else api_key
@@ -220,7 +238,8 @@ def _ask(order: Order, folder: Path, at_least: float | None) -> None:
     console = screen()
     result = under_progress(lambda observe: run_quality(order, observe), failed="missed")
     file = folder / (FILE if result.complete else INTERRUPTED_FILE)
-    write_result(file, result)
+    with _writing(folder):
+        write_result(file, result)
     _show(result, console)
     console.print(f"wrote {file}", markup=False)
     if result.stopped == INTERRUPTED:
@@ -229,7 +248,8 @@ def _ask(order: Order, folder: Path, at_least: float | None) -> None:
         raise QwenNvfp4Error(
             "the run was given up", seen=result.stopped, expected="a server that lives", do="See its log."
         )
-    _write_page(result, folder, console)
+    with _writing(folder):
+        _write_page(result, folder, console)
     if at_least is not None and (result.percent or 0.0) < at_least:
         said = f"{result.right} of {len(result.outcomes)} right, {result.percent or 0.0:.1f} %"
         raise QwenNvfp4Error("too few right answers", seen=said, expected=f"--at-least {at_least:g} %")
@@ -237,12 +257,13 @@ def _ask(order: Order, folder: Path, at_least: float | None) -> None:
 
 def _show(result: Result, console: Console) -> None:
     from rich.box import SIMPLE
+    from rich.markup import escape
     from rich.table import Table
 
     from qwen_nvfp4_serve.quality.report import headline
     from qwen_nvfp4_serve.quality.summary import HEADERS, rows
 
-    table = Table(title=f"{result.label}: {result.server.model}", box=SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(title=escape(printable(f"{result.label}: {result.server.model}")), box=SIMPLE, padding=(0, 1, 0, 0))
     for header in HEADERS:
         table.add_column(header, justify="right" if header in ("right", "%") else "left", no_wrap=header == HEADERS[0])
     for row in rows(result):

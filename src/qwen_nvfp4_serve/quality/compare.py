@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen_nvfp4_serve.bench.drawing import COLOURS, FAULT, OTHERS, new_figure, save
+from qwen_nvfp4_serve.bench.drawing import COLOURS, FAULT, OTHERS, new_figure, plain, save
 from qwen_nvfp4_serve.bench.report import markdown_table, one_cell
 from qwen_nvfp4_serve.errors import UsageError, printable
 from qwen_nvfp4_serve.quality.result import Outcome, Result
@@ -185,8 +185,9 @@ def warnings(found: Comparison) -> tuple[str, ...]:
 
 def comparison_markdown(first: Result, second: Result, found: Comparison, *, chart: str | None = None) -> str:
     """The page: verdict, counts, what differs, every question whose outcome changed."""
-    lines = [f"# {second.label} against {first.label}", "", found.sentence, ""]
-    lines += [f"First: {first.label}. Second: {second.label}.", ""]
+    labels = one_cell(first.label), one_cell(second.label)
+    lines = [f"# {labels[1]} against {labels[0]}", "", found.sentence, ""]
+    lines += [f"First: {labels[0]}. Second: {labels[1]}.", ""]
     lines += [
         f"- {name} differs: {one_cell(here)} and {one_cell(there)}" for name, here, there in differences(first, second)
     ]
@@ -218,8 +219,8 @@ def draw_comparison(first: Result, second: Result, found: Comparison, folder: Pa
 def _splits(axes: Axes, contrasts: Sequence[Contrast], labels: tuple[str, str]) -> None:
     parts = (
         ("both right", "both", "#CFE3F2"),
-        (f"only {labels[0]}", "only_first", FAULT),
-        (f"only {labels[1]}", "only_second", COLOURS[2]),
+        (plain(f"only {labels[0]}"), "only_first", FAULT),
+        (plain(f"only {labels[1]}"), "only_second", COLOURS[2]),
         ("neither", "neither", OTHERS),
     )
     starts = [0.0] * len(contrasts)

@@ -24,7 +24,7 @@ def needle_task(exam: Exam, length: int, depth: int, number: int, lines: int) ->
     return Task(
         name=name,
         family="needle",
-        kind=str(length),
+        kind=f"{length:,}",
         messages=({"role": "user", "content": text},),
         want=Code(code),
         answer_tokens=ANSWER_TOKENS,

@@ -39,8 +39,8 @@ class Lines:
     each: float
 
     def within(self, tokens: float) -> int:
-        """The most lines that `tokens` allow, by this estimate."""
-        return max(1, math.floor((tokens - self.base) / self.each))
+        """The most lines that `tokens` allow, by this estimate; never more than one a token."""
+        return max(1, min(math.floor(tokens), math.floor((tokens - self.base) / self.each)))
 
 
 MAKERS: dict[Family, Callable[[Exam], tuple[Task, ...]]] = {

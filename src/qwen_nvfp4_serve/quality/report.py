@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from qwen_nvfp4_serve.bench.report import markdown_table
+from qwen_nvfp4_serve.bench.report import markdown_table, one_cell
 from qwen_nvfp4_serve.errors import printable
 from qwen_nvfp4_serve.quality.result import Outcome, Result
 from qwen_nvfp4_serve.quality.summary import HEADERS, needle_grid, rows, tally
@@ -16,7 +16,7 @@ SAID_CHARS, MOST_MISSES = 120, 200
 
 def quality_markdown(result: Result, chart: Path | None = None) -> str:
     """The whole page: table, needle grids, notes, what was missed, settings."""
-    parts = [f"# {result.label}\n", "" if result.complete else f"**Not finished: {result.stopped}.**\n"]
+    parts = [f"# {one_cell(result.label)}\n", "" if result.complete else f"**Not finished: {result.stopped}.**\n"]
     parts.append(f"{headline(result)}\n")
     parts.append(markdown_table(HEADERS, [row.cells for row in rows(result)]))
     parts += [f"- {note}." for note in result.notes]

@@ -49,10 +49,10 @@ class Row:
 
     @property
     def name(self) -> str:
-        """`arithmetic: sum`; a needle's kind is its length."""
+        """`arithmetic: sum`."""
         if self.family is None:
             return "all"
-        return f"{self.family}: {int(self.kind):,} tokens" if self.family == "needle" else f"{self.family}: {self.kind}"
+        return f"{self.family}: {self.kind}" + (" tokens" if self.family == "needle" else "")
 
     @property
     def cells(self) -> tuple[str, ...]:
