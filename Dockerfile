@@ -94,16 +94,16 @@ USER 0
 WORKDIR /config
 RUN (getent passwd 1000 || useradd --uid 1000 --user-group --home-dir /cache --no-create-home qwen) \
     && install --directory --owner=1000 --group=1000 /cache /cache/huggingface
-# FlashInfer's prebuilt kernels, where the base lacks them: without them a first start compiles for minutes.
+# FlashInfer's prebuilt kernels, where the base lacks them: without them a first start compiles for minutes. By
+# FlashInfer's own command, since vLLM's needs a card to start; vLLM says at every start when they are missing.
 ARG FLASHINFER_KERNELS=download
-RUN if [ "$FLASHINFER_KERNELS" = download ] && ! python3 -c "import flashinfer_cubin, flashinfer_jit_cache"; then \
-    PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m flashinfer download-kernels \
+RUN if [ "$FLASHINFER_KERNELS" = download ] && ! python3 -c "import flashinfer_cubin, flashinfer_jit_cache" 2>/dev/null; then \
+    PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1 python3 -m flashinfer download-kernels \
     || echo "WARNING: no prebuilt kernels for this FlashInfer could be had"; fi
 COPY --from=wheel /dist /tmp/dist
 COPY --from=kernels /kernels /tmp/kernels
 COPY docker/check_image.py /tmp/check_image.py
-ENV HOME=/cache \
-    PYTHONUNBUFFERED=1 \
+ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1
 # The base keeps vLLM in the system's Python, and what it has is not replaced.
 RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --upgrade-strategy only-if-needed /tmp/dist/*.whl \
@@ -112,7 +112,9 @@ RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --upgrade-
     && cp /tmp/kernels/*.so "$prebuilt"/ \
     && python3 /tmp/check_image.py gpu \
     && rm -r /tmp/dist /tmp/kernels /tmp/check_image.py
-ENV QWEN_NVFP4_CONTAINER=gpu \
+# HOME comes last: what root's imports leave there must not be in a volume of user 1000.
+ENV HOME=/cache \
+    QWEN_NVFP4_CONTAINER=gpu \
     DEVICE=cuda \
     CACHE_DIR=/cache/qwen-nvfp4 \
     HF_HOME=/cache/huggingface \

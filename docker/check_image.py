@@ -1,7 +1,7 @@
 """What a finished image must hold, asked at build: `check_image.py cpu|gpu`. Exit 1 with a line for each fault.
 
-vLLM inside its window, our plugin found exactly once, vLLM importable, the embedded model there; for `gpu` also our
-kernels loadable and FlashInfer usable without a download. Nothing here needs a card.
+vLLM inside its window, our plugin found exactly once, vLLM importable, the embedded model there, nothing of root's
+among the caches; for `gpu` also our kernels loadable and FlashInfer usable without a download. No check needs a card.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from qwen_nvfp4_serve import preflight
@@ -18,6 +19,7 @@ from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.launch import SHIMS
 
 Target = Literal["cpu", "gpu"]
+CACHE, USER = Path("/cache"), 1000
 
 
 def vllm_version(target: Target) -> str:
@@ -74,7 +76,23 @@ def flashinfer(target: Target) -> str:
     return f"with {' and '.join(found)}" if found else "WARNING: no prebuilt kernels, the first start compiles them"
 
 
-CHECKS: tuple[Callable[[Target], str], ...] = (vllm_version, plugin, vllm_imports, reference, kernels, flashinfer)
+def caches(_target: Target) -> str:
+    """A fresh volume starts as a copy of this folder, so nothing in it may be root's. Asked last."""
+    foreign = [str(path) for path in (CACHE, *CACHE.rglob("*")) if path.lstat().st_uid != USER]
+    if foreign:
+        raise QwenNvfp4Error(str(CACHE), seen=f"of another user: {', '.join(foreign[:3])}", expected=f"owner {USER}")
+    return f"owner {USER}"
+
+
+CHECKS: tuple[Callable[[Target], str], ...] = (
+    vllm_version,
+    plugin,
+    vllm_imports,
+    reference,
+    kernels,
+    flashinfer,
+    caches,
+)
 
 
 def main(target: Target) -> int:

@@ -69,20 +69,20 @@ def test_check_temporary_nowhere_to_write_names_the_option(monkeypatch: pytest.M
 def test_check_shm_small_is_refused_only_with_several_workers(mib: int | None, cards: int, fits: bool) -> None:
     size = None if mib is None else mib * MIB
     if fits:
-        container.check_shm(size, cards)
+        container.check_shm(size, cards, "gpu")
         return
     with pytest.raises(UsageError, match="seen 64 MiB, expected at least 1024 MiB"):
-        container.check_shm(size, cards)
+        container.check_shm(size, cards, "gpu")
 
 
 @pytest.mark.parametrize(("grace", "timeout_s", "fits"), [("60s", 20, True), ("60s", 40, True), ("60s", 41, False),
     ("1m30s", 70, True), (None, 3600, True), ("soon", 3600, True)])  # fmt: skip
 def test_check_stop_grace_must_cover_the_shutdown(grace: str | None, timeout_s: int, fits: bool) -> None:
     if fits:
-        container.check_stop_grace(grace, timeout_s)
+        container.check_stop_grace(grace, timeout_s, "cpu")
         return
-    with pytest.raises(UsageError, match="QWEN_NVFP4_STOP_GRACE=61s"):
-        container.check_stop_grace(grace, timeout_s)
+    with pytest.raises(UsageError, match=r"QWEN_NVFP4_STOP_GRACE=61s into \.env and type: docker compose up -d cpu"):
+        container.check_stop_grace(grace, timeout_s, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,12 @@ def in_container() -> bool:
 
 def check_container(settings: Settings, environ: Mapping[str, str] = os.environ) -> None:
     """Raises UsageError at the first thing that would stop the server, or surprise its user, later."""
+    service = environ.get(CONTAINER, "gpu")
     check_temporary()
     for folder in cache_folders(settings, environ):
-        check_cache(folder, uid=os.getuid(), gid=os.getgid(), service=environ.get(CONTAINER, "gpu"))
-    check_shm(shutil.disk_usage(SHM).total if SHM.exists() else None, settings.tensor_parallel)
-    check_stop_grace(environ.get(STOP_GRACE), settings.shutdown_timeout_s)
+        check_cache(folder, uid=os.getuid(), gid=os.getgid(), service=service)
+    check_shm(shutil.disk_usage(SHM).total if SHM.exists() else None, settings.tensor_parallel, service)
+    check_stop_grace(environ.get(STOP_GRACE), settings.shutdown_timeout_s, service)
     has_secret = {"VLLM_API_KEY": settings.vllm_api_key is not None, "HF_TOKEN": settings.hf_token is not None}
     check_secrets_arrived(environ.get(SET_OUTSIDE, "").split(), has_secret)
 
@@ -86,18 +87,19 @@ def check_cache(folder: Path, *, uid: int, gid: int, service: str) -> None:
     )  # fmt: skip
 
 
-def check_shm(shm_bytes: int | None, tensor_parallel: int) -> None:
+def check_shm(shm_bytes: int | None, tensor_parallel: int, service: str) -> None:
     """Raises UsageError when several workers would share too little memory."""
     if tensor_parallel == 1 or shm_bytes is None or shm_bytes >= SHM_FLOOR_BYTES:
         return
     raise UsageError(
         f"/dev/shm (shm_size) is too small for TENSOR_PARALLEL={tensor_parallel}",
         seen=f"{shm_bytes // MIB} MiB", expected=f"at least {SHM_FLOOR_BYTES // MIB} MiB",
-        do="Put QWEN_NVFP4_SHM_SIZE=8gb into .env and type: docker compose up -d (docker run: --shm-size 8g).",
+        do="Put QWEN_NVFP4_SHM_SIZE=8gb into .env and type: "
+        f"docker compose up -d {service} (docker run: --shm-size 8g).",
     )  # fmt: skip
 
 
-def check_stop_grace(grace: str | None, shutdown_timeout_s: int) -> None:
+def check_stop_grace(grace: str | None, shutdown_timeout_s: int, service: str) -> None:
     """Raises UsageError when the engine would kill the container while requests may still finish."""
     seconds = duration_s(grace) if grace else None
     if seconds is None or seconds >= shutdown_timeout_s + STOP_MARGIN_S:
@@ -105,7 +107,8 @@ def check_stop_grace(grace: str | None, shutdown_timeout_s: int) -> None:
     wanted = shutdown_timeout_s + STOP_MARGIN_S
     raise UsageError(
         f"{STOP_GRACE} is shorter than SHUTDOWN_TIMEOUT_S={shutdown_timeout_s} needs", seen=grace,
-        expected=f"at least {wanted}s", do=f"Put {STOP_GRACE}={wanted}s into .env and type: docker compose up -d",
+        expected=f"at least {wanted}s",
+        do=f"Put {STOP_GRACE}={wanted}s into .env and type: docker compose up -d {service}",
     )  # fmt: skip
 
 

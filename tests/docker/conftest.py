@@ -22,7 +22,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     is_required = "docker" in os.environ.get("REQUIRE", "")
     lacks = None if STAMP.exists() or is_required else pytest.mark.skip(reason="run scripts/docker-engine first")
     for item in ours:
-        item.add_marker(pytest.mark.timeout(1500))
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(1500))
         if lacks:
             item.add_marker(lacks)
 
@@ -47,8 +48,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Stack:
     port = free_port()
     (folder / "secrets").mkdir()
     (folder / "secrets" / "key").write_text(KEY + "\n")
-    lines = [f"PORT={port}", "VLLM_API_KEY_FILE=secrets/key", "LOG_FORMAT=json", "SHUTDOWN_TIMEOUT_S=12"]
-    (folder / ".env").write_text("\n".join(lines) + "\n")
+    knobs = {"VLLM_API_KEY_FILE": "secrets/key", "LOG_FORMAT": "json", "SHUTDOWN_TIMEOUT_S": 12, "HANG_TIMEOUT_S": 60}
+    (folder / ".env").write_text("".join(f"{name}={value}\n" for name, value in {"PORT": port, **knobs}.items()))
     return Stack(folder, f"qwen-nvfp4-test-{os.getpid()}", port)
 
 

@@ -71,6 +71,20 @@ def test_server_is_published_on_loopback_unless_told_otherwise(stack: Stack, nam
 
 
 @pytest.mark.parametrize("name", SERVERS)
+def test_server_listens_where_it_is_published_whatever_env_says_later(stack: Stack, name: str) -> None:
+    """A restart reads `.env` anew, but the published port is that of the creation."""
+    environment = stack.config()["services"][name]["environment"]
+    assert (environment["BIND_HOST"], environment["PORT"]) == ("127.0.0.1", "8000")
+    environment = stack.config(more={"BIND_HOST": "192.0.2.7", "PORT": "9001"})["services"][name]["environment"]
+    assert (environment["BIND_HOST"], environment["PORT"]) == ("192.0.2.7", "9001")
+
+
+def test_images_are_built_and_never_asked_of_a_registry(services: dict[str, Any]) -> None:
+    assert {row["pull_policy"] for row in services.values()} == {"never"}
+    assert all(row["build"]["target"] for row in services.values())
+
+
+@pytest.mark.parametrize("name", SERVERS)
 def test_server_health_check_and_grace_periods_fit_its_timeouts(services: dict[str, Any], name: str) -> None:
     service = services[name]
     assert service["healthcheck"]["test"] == ["CMD", "qwen-nvfp4", "ready"]

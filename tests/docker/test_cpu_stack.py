@@ -104,14 +104,60 @@ def test_openai_client_from_outside_streams_an_answer(stack: Stack) -> None:
 @pytest.mark.parametrize("title", ["VLLM::EngineCor", pytest.param("VLLM::Worker", marks=pytest.mark.slow)])
 def test_kill_of_the_engine_ends_the_container_and_it_serves_again(stack: Stack, title: str) -> None:
     lives = stack.inspect()["RestartCount"]
-    kill = f'for p in /proc/[0-9]*; do [ "$(cat $p/comm)" = {title} ] && kill -9 "${{p#/proc/}}"; done; true'
-    assert stack.execute("sh", "-c", kill).returncode == 0
+    send(stack, "KILL", title)
     wait_until("the container ends", lambda: stack.inspect()["RestartCount"] == lives + 1, within_s=10)
+    assert "ended by itself" in last_failure(stack, lives + 1)
+
+
+def test_engine_that_hangs_is_unhealthy_although_health_says_200_then_ended_and_serves_again(stack: Stack) -> None:
+    """HANG_TIMEOUT_S is 60; the next look after it may come 50 s later."""
+    lives = stack.inspect()["RestartCount"]
+    send(stack, "STOP", "VLLM::EngineCor")
+    wait_until("it is unhealthy", lambda: stack.health() == "unhealthy", within_s=110, every_s=1)
+    assert httpx.get(f"{stack.url.removesuffix('/v1')}/health", trust_env=False).status_code == 200
+    wait_until("the container ends", lambda: stack.inspect()["RestartCount"] == lives + 1, within_s=120)
+    assert "HANG_TIMEOUT_S=60" in last_failure(stack, lives + 1)
+
+
+def test_supervisor_that_is_killed_ends_the_container_and_it_serves_again(stack: Stack) -> None:
+    lives = stack.inspect()["RestartCount"]
+    send(stack, "KILL", "qwen-nvfp4")
+    wait_until("the container ends", lambda: stack.inspect()["RestartCount"] == lives + 1, within_s=10)
+    serves_again(stack)
+
+
+def send(stack: Stack, name: str, title: str) -> None:
+    """A signal to every process of that title inside."""
+    kill = f'for p in /proc/[0-9]*; do [ "$(cat $p/comm)" = {title} ] && kill -{name} "${{p#/proc/}}"; done; true'
+    assert stack.execute("sh", "-c", kill).returncode == 0
+
+
+def last_failure(stack: Stack, count: int) -> str:
+    """What the last of `count` failures said, once the server is back."""
+    serves_again(stack)
+    failed = [row for row in stack.stages() if row["stage"] == "failed"]
+    assert len(failed) == count
+    return str(failed[-1]["message"])
+
+
+def serves_again(stack: Stack) -> None:
+    """Returns when the restarted container is healthy and answers."""
     wait_until("it serves again", lambda: stack.health() == "healthy", within_s=300, every_s=2)
     assert stack.post({"prompt": "1, 2", "max_tokens": 1}).status_code == 200
-    failed = [row for row in stack.stages() if row["stage"] == "failed"]
-    assert len(failed) == lives + 1
-    assert "ended by itself" in failed[-1]["message"]
+
+
+def test_edited_env_file_leaves_the_running_server_healthy(stack: Stack) -> None:
+    """It is read at a start; the health check asks with the key that the server was started with."""
+    env, key = stack.folder / ".env", stack.folder / "secrets" / "key"
+    before = env.read_text()
+    try:
+        env.write_text(before + "MAX_MODEL_LENGTH=1\n")
+        key.write_text("sk-of-tomorrow")
+        done = stack.execute("qwen-nvfp4", "ready")
+        assert done.returncode == 0, done.stdout + done.stderr
+    finally:
+        env.write_text(before)
+        key.write_text(KEY)
 
 
 def test_stop_ends_four_open_streams_properly_and_takes_no_new_work(stack: Stack) -> None:
@@ -162,7 +208,7 @@ def refuses(stack: Stack) -> bool:
 
 
 def test_down_leaves_nothing_running(stack: Stack) -> None:
-    assert stack.compose("--profile", "*", "down").returncode == 0
+    assert stack.compose("down", "cpu").returncode == 0  # as the README says: no profile, but its name
     label = f"label=com.docker.compose.project={stack.name}"
     assert need(docker(), "ps", "-a", "-q", "--filter", label).split() == []
     assert need(docker(), "network", "ls", "-q", "--filter", label).split() == []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine import docker, need
+from engine import docker, need, run
 from stack import Stack
 
 pytestmark = pytest.mark.docker
@@ -63,6 +63,30 @@ def test_hub_cache_folder_of_another_user_names_the_chown(project: Stack, tmp_pa
     assert typed.endswith("-R 1000:1000 /cache/huggingface")
     assert project.compose(*typed.split()[2:], more={"HF_HOME": str(hub)}).returncode == 0
     assert hub.stat().st_uid == 1000
+
+
+def test_folder_of_root_below_the_volume_names_the_chown(project: Stack) -> None:
+    """What an earlier run as root left there; vLLM or a compiler would stumble over it much later."""
+    made = project.compose("run", "--rm", "--user", "0", "--cap-add", "DAC_OVERRIDE", "--entrypoint", "mkdir", "cpu",
+                           "/cache/triton", "/cache/huggingface/hub")  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert "-R 1000:1000 /cache/triton" in refusal(project)
+    typed = "run --rm --user 0 --cap-add CHOWN --cap-add DAC_OVERRIDE --entrypoint chown cpu -R 1000:1000 /cache/triton"
+    assert project.compose(*typed.split()).returncode == 0
+    assert "-R 1000:1000 /cache/huggingface/hub" in refusal(project)
+
+
+def test_read_only_volume_is_not_called_a_matter_of_owners(project: Stack) -> None:
+    line = refusal(project, "-v", f"{project.name}_cache:/cache:ro")
+    assert "seen a read-only mount" in line
+    assert "chown" not in line
+
+
+def test_no_temporary_folder_names_the_option(cpu_image: str) -> None:
+    done = run(docker(), "run", "--rm", "--read-only", cpu_image)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "--tmpfs /tmp:exec" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_small_shm_with_tensor_parallelism_names_the_size(project: Stack) -> None:
