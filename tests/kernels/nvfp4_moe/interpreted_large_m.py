@@ -84,6 +84,11 @@ def choice(tokens: int, how: str, experts: int = EXPERTS, top_k: int = TOP_K) ->
 def test_deal_every_pair_lies_once_in_a_block_of_its_expert(tokens: int, how: str, rows: int) -> None:
     ids, _ = choice(tokens, how)
     blocks = large_m.deal(ids, EXPERTS, rows)
+    order = blocks.order.tolist()
+    dealt = [pair for pair, expert in enumerate(ids.flatten().tolist()) if 0 <= expert < EXPERTS]
+    assert [order[blocks.places[pair]] for pair in dealt] == dealt
+    sizes = [-(-int((ids == expert).sum()) // rows) * rows for expert in range(EXPERTS)]
+    assert blocks.starts.tolist() == [sum(sizes[:expert]) for expert in range(EXPERTS + 1)]
     found: dict[int, list[int]] = {expert: [] for expert in range(EXPERTS)}
     for expert, pairs in zip(blocks.expert.tolist(), blocks.order.view(-1, rows).tolist(), strict=True):
         if expert >= 0:

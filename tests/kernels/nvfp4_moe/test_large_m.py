@@ -17,15 +17,16 @@ from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, large_m, large_m_measure
 
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-INTERPRETED = Path(__file__).parent / "interpreted_large_m.py"
+INTERPRETED = ("interpreted_large_m.py", "interpreted_large_m_w4a4.py")
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}  # of a block, by compute capability
 
 
 @with_triton
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_numbers_in_the_interpreter_equal_the_definition() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(INTERPRETED)]
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_numbers_in_the_interpreter_equal_the_definition(name: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).parent / name)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-4000:]

@@ -123,10 +123,16 @@ def warm_up(weights: ExpertWeights, top_k: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Pairs dealt into blocks. order: int32 [blocks * rows], a pair or -1. expert: int32 [blocks], -1 for nobody's."""
+    """Pairs dealt into blocks.
+
+    order: int32 [blocks * rows], a pair or -1. expert: int32 [blocks], -1 for nobody's. starts: int32 [E + 1], each
+    expert's first place in `order` and the one behind the last. places: int32 [M k], where a pair is, if it was dealt.
+    """
 
     order: torch.Tensor
     expert: torch.Tensor
+    starts: torch.Tensor
+    places: torch.Tensor
 
 
 def deal(topk_ids: torch.Tensor, experts_count: int, rows: int) -> Blocks:
@@ -137,15 +143,17 @@ def deal(topk_ids: torch.Tensor, experts_count: int, rows: int) -> Blocks:
     kernels, pairs = _kernels(), topk_ids.numel()
     # Each block holds a pair, and all but one of an expert's are full.
     blocks = min(pairs, pairs // rows + min(experts_count, pairs))
-    counts, order, expert = (
-        torch.empty(size, dtype=torch.int32, device=topk_ids.device) for size in (experts_count, blocks * rows, blocks)
+    counts, order, expert, starts, places = (
+        torch.empty(size, dtype=torch.int32, device=topk_ids.device)
+        for size in (experts_count, blocks * rows, blocks, experts_count + 1, pairs)
     )
     width = 1 << (experts_count - 1).bit_length()
     kernels.count_pairs[(experts_count,)](topk_ids, counts, pairs, CHUNK=PAIRS_IN_STEP)
+    sizes = (pairs, experts_count, blocks)
     kernels.place_pairs[(experts_count + 1,)](
-        topk_ids, counts, order, expert, pairs, experts_count, blocks, WIDTH=width, ROWS=rows, CHUNK=PAIRS_IN_STEP
+        topk_ids, counts, order, expert, starts, places, *sizes, WIDTH=width, ROWS=rows, CHUNK=PAIRS_IN_STEP
     )
-    return Blocks(order, expert)
+    return Blocks(order, expert, starts, places)
 
 
 def _round(  # noqa: PLR0917

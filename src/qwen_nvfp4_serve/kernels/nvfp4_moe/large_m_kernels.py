@@ -37,6 +37,8 @@ def place_pairs(
     counts,
     order,
     block_expert,
+    starts,
+    places,
     pairs,
     experts,
     blocks,
@@ -47,12 +49,14 @@ def place_pairs(
     """Deals the pairs of each expert, in order, into blocks of ROWS; one program an expert, and one for what is left.
 
     order[blocks * ROWS]: the pair in each place, -1 for none. block_expert[blocks]: whose block it is, -1 for nobody's.
+    starts[experts + 1]: the first place of each expert, and the one behind the last. places[pairs]: where a pair is.
     """
     expert = tl.program_id(0)
     every = tl.arange(0, WIDTH)
     sizes = (tl.load(counts + every, mask=every < experts, other=0) + ROWS - 1) // ROWS
     first_block = tl.sum(tl.where(every < expert, sizes, 0))
     mine = tl.sum(tl.where(every == expert, sizes, 0))
+    tl.store(starts + expert, first_block * ROWS)
     if expert == experts:
         for block in range(first_block, blocks):
             tl.store(block_expert + block, -1)
@@ -64,7 +68,9 @@ def place_pairs(
             for first in range(0, pairs, CHUNK):
                 at = first + tl.arange(0, CHUNK)
                 hit = (tl.load(ids + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
-                tl.store(order + place + tl.cumsum(hit) - 1, at, mask=hit > 0)
+                to = place + tl.cumsum(hit) - 1
+                tl.store(order + to, at, mask=hit > 0)
+                tl.store(places + at, to, mask=hit > 0)
                 place += tl.sum(hit)
         rest = place + tl.arange(0, ROWS)
         tl.store(order + rest, -1, mask=rest < (first_block + mine) * ROWS)
