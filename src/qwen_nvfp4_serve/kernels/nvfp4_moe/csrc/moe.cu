@@ -117,28 +117,37 @@ __device__ __forceinline__ float multiply(Octet o, const Word4 (&x)[4]) {
     return last.keep + __shfl_xor_sync(kAllLanes, last.send, kSecondExchange);
 }
 
-// Lists in `entries` the pairs that elected the expert of `pair`, in order; false unless `pair` is the first of them.
-template <int Threads>
-__device__ __forceinline__ bool gather_pairs(const MoeParams& p, int pair, int expert, uint16_t* entries, int* count) {
-    __shared__ unsigned matches[kMaxPairs / 32];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, chunks = (p.pairs + 31) / 32;
-    for (int chunk = warp; chunk < chunks; chunk += Threads / 32) {
+// The pairs of a call that elected one expert, as a bit each.
+struct Matches {
+    unsigned mask[kMaxPairs / 32];
+};
+
+// Finds the pairs that elected the expert of `pair`; false unless it is the first of them. Needs a barrier before `matches`
+// is written again.
+__device__ __forceinline__ bool match_pairs(const MoeParams& p, int pair, int expert, Matches& matches) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, chunks = (p.pairs + 31) / 32;
+    for (int chunk = warp; chunk < chunks; chunk += warps) {
         const int at = chunk * 32 + lane;
         const unsigned found = __ballot_sync(kAllLanes, at < p.pairs && __ldcg(p.ids + at) == expert);
-        if (lane == 0) matches[chunk] = found;
+        if (lane == 0) matches.mask[chunk] = found;
     }
     __syncthreads();
+    for (int chunk = 0; chunk < pair / 32; ++chunk)
+        if (matches.mask[chunk]) return false;
+    return !(matches.mask[pair / 32] & ((1u << pair % 32) - 1));
+}
+
+// Lists those pairs in order and returns how many they are.
+__device__ __forceinline__ int list_pairs(const MoeParams& p, const Matches& matches, uint16_t* entries) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, chunks = (p.pairs + 31) / 32;
     int before = 0;
     for (int chunk = 0; chunk < chunks; ++chunk) {
-        const unsigned found = matches[chunk];
-        if (chunk * 32 <= pair && before == 0 && found && chunk * 32 + __ffs(found) - 1 < pair) return false;
-        if (chunk % (Threads / 32) == warp && found >> lane & 1)
-            entries[before + __popc(found & ((1u << lane) - 1))] = uint16_t(chunk * 32 + lane);
+        const unsigned found = matches.mask[chunk];
+        if (chunk % warps == warp && found >> lane & 1) entries[before + __popc(found & ((1u << lane) - 1))] = uint16_t(chunk * 32 + lane);
         before += __popc(found);
     }
-    *count = before;
     __syncthreads();
-    return true;
+    return before;
 }
 
 constexpr int kNarrowWarps = 4, kWideWarps = 8;  // of gate_up: a step of the columns each, up to 2048 or 4096
@@ -148,6 +157,7 @@ template <int Warps, bool Single>
 __global__ void __launch_bounds__(Warps * 32, Single ? 20 / Warps : 16 / Warps) gate_up_kernel(const __grid_constant__ MoeParams p) {
     constexpr int threads = Warps * 32, round = Single ? kTileTokens : kMaxTokens;  // entries of a round
     __shared__ float sums[round / kTileTokens][Warps][2][kTileValues];
+    __shared__ Matches matches;
     __shared__ uint16_t entries[Single ? 1 : kMaxPairs];
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const bool shared = blockIdx.y < unsigned(p.shared.count);  // the shared expert has the most tokens and comes first
@@ -163,7 +173,7 @@ __global__ void __launch_bounds__(Warps * 32, Single ? 20 / Warps : 16 / Warps) 
         if (!exists) return;
         expert = __ldcg(p.ids + pair);
         if (expert < 0 || expert >= experts.count) return;
-        if (!Single && !gather_pairs<threads>(p, pair, expert, entries, &count)) return;
+        if (!Single && !match_pairs(p, pair, expert, matches)) return;
     }
     const uint8_t* packed = experts.w13 + int64_t(expert) * size * p.hidden;
     const uint8_t* scales = experts.w13_scales + int64_t(expert) * (size / 8) * p.hidden;
@@ -173,6 +183,8 @@ __global__ void __launch_bounds__(Warps * 32, Single ? 20 / Warps : 16 / Warps) 
     if (shared) {
         wait_for_producer();
         release_dependents();
+    } else if (!Single) {
+        count = list_pairs(p, matches, entries);
     }
     const float gate_scale = experts.gate_scale[expert], up_scale = experts.up_scale[expert];  // not used before the end
     // Row of the intermediate buffer that an entry fills, and the token it belongs to.
