@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
+from qwen_nvfp4_serve.errors import printable
+
 MAX_NAMES = 16
+MOST_CHARS = 400  # of a sentence: names come from the checkpoint, and may be anything
 
 
 class Severity(Enum):
@@ -49,7 +52,8 @@ DO = {
     "no-mtp": "Set SPECULATIVE_TOKENS=0, or choose a checkpoint that ships its mtp.* tensors.",
     "kv-scales": "Nothing: vLLM uses a scale of 1. If long answers degrade, set KV_CACHE_DTYPE=bfloat16.",
     "shard": "Delete the file and download it again: qwen-nvfp4 fetch.",
-    "missing-shard": "Download it: qwen-nvfp4 fetch.",
+    "missing-shard": "Download what is missing: qwen-nvfp4 fetch.",
+    "duplicate": "Keep one of the files: without an index, which of the two counts is the loader's choice.",
     "index": "Download model.safetensors.index.json and the shards again from one revision.",
     "short": "Download the shards again: qwen-nvfp4 fetch.",
     "no-weights": "Download the *.safetensors files: qwen-nvfp4 fetch.",
@@ -79,4 +83,5 @@ def collect(findings: Iterable[Finding], severity: Severity) -> tuple[Fault, ...
 def _fault(group: list[Finding]) -> Fault:
     names = tuple(dict.fromkeys(finding.name for finding in group))
     more = f" (and {len(names) - 1:,} more like it)" if len(names) > 1 else ""
-    return Fault(code=group[0].code, names=names[:MAX_NAMES], says=group[0].says + more, do=DO[group[0].code])
+    says = printable(group[0].says, MOST_CHARS) + more
+    return Fault(code=group[0].code, names=names[:MAX_NAMES], says=says, do=DO[group[0].code])

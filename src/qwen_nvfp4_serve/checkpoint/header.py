@@ -14,6 +14,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 LENGTH_BYTES = 8
+LFS_BEGINNING = b"version https://git-lfs"
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 # Bits of one element; the names are those of the safetensors format. F4 is two values a byte.
 DTYPE_BITS = {
@@ -63,6 +64,8 @@ def header_length(first: bytes, file_bytes: int) -> int:
     """Length of the JSON header from a file's first 8 bytes. Raises HeaderError when the file cannot hold it."""
     if len(first) < LENGTH_BYTES:
         raise HeaderError(f"has {file_bytes:,} bytes, too few for a header")
+    if first.startswith(LFS_BEGINNING[:LENGTH_BYTES]):
+        raise HeaderError("is a Git LFS pointer, the file itself was not downloaded")
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise HeaderError("does not begin like a safetensors file")

@@ -123,7 +123,7 @@ def read_modelopt(config: Mapping[str, object], *, text_only: bool) -> ModelOpt:
         exclude=frozenset(mapped(name, text_only=text_only) for entry in exclude for name in _without_star(entry)),
         layers=by_name,
         below=_first_below(by_name),
-        unknown=tuple(name for name, algorithm in by_name.items() if algorithm not in ALGORITHMS),
+        unknown=tuple(name for name, entry in layers.items() if _algorithm(name, entry) not in ALGORITHMS),
         declares_kv_scales=declares,
         text_only=text_only,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -63,14 +64,24 @@ class Source:
 def read_json_file(path: Path) -> Mapping[str, object] | None:
     """The object in a JSON file, None when there is no such file. Raises UsageError when it is anything else."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise UsageError(f"{path}", seen=f"{path.stat().st_size:,} bytes", expected="a small JSON file")
+        status = path.stat()
+        if other := _other_kind(status.st_mode):
+            raise UsageError(f"{path}", seen=other, expected="a readable JSON file")
+        if status.st_size > MAX_JSON_BYTES:
+            raise UsageError(f"{path}", seen=f"{status.st_size:,} bytes", expected="a small JSON file")
         parsed = parse_json(path.read_bytes(), str(path))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UsageError(f"{path}", seen=error.strerror or str(error), expected="a readable JSON file") from None
     return parsed
+
+
+def _other_kind(mode: int) -> str | None:
+    """What a path is when it is no file: reading a pipe or a device might never end."""
+    if stat.S_ISREG(mode):
+        return None
+    return "a directory" if stat.S_ISDIR(mode) else "a device or a pipe"
 
 
 def parse_json(text: bytes, name: str) -> Mapping[str, object]:
@@ -116,10 +127,13 @@ def open_folder(folder: Path) -> Source:
 def read_shard(folder: Path, name: str) -> Shard:
     """The header of one file, or why it cannot be read; never raises."""
     path = folder / name
-    if path.parent.resolve() != folder.resolve():
-        return Shard(name=name, size_bytes=None, tensors={}, reason="is outside the checkpoint's folder")
+    if name != path.name or not name.isprintable():
+        return Shard(name=name, size_bytes=None, tensors={}, reason="is no file name of the checkpoint's folder")
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        size = status.st_size
+        if other := _other_kind(status.st_mode):
+            return Shard(name=name, size_bytes=None, tensors={}, reason=f"is {other}, not a file")
         with path.open("rb") as file:
             length = header_length(file.read(LENGTH_BYTES), size)
             tensors = parse_header(file.read(length), name, size)

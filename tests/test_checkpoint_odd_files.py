@@ -1,0 +1,133 @@
+"""Checkpoint folders as they really arrive: pointers, pipes, folders instead of files, copies, strange indexes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checkpoint_files import LAYER, NVFP4_GROUP, packed_ct, plain, write_config, write_shard
+
+from qwen_nvfp4_serve.checkpoint import inspect_folder
+from qwen_nvfp4_serve.checkpoint.source import INDEX_NAME
+from qwen_nvfp4_serve.errors import UsageError
+
+NAME, OTHER = "model.safetensors", "other.safetensors"
+TENSORS = packed_ct(f"{LAYER}.mlp.down_proj", 64, 64) | plain("lm_head", 64, 64)
+MAP = dict.fromkeys(TENSORS, NAME)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound checkpoint."""
+    quantization = {"quant_method": "compressed-tensors", "config_groups": {"g": NVFP4_GROUP}, "ignore": ["lm_head"]}
+    write_config(tmp_path, quantization_config=quantization)
+    write_shard(tmp_path / NAME, TENSORS)
+    assert inspect_folder(tmp_path).errors == inspect_folder(tmp_path).warnings == ()
+    return tmp_path
+
+
+def link(target: str) -> Callable[[Path], object]:
+    return lambda path: path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "word"),
+    [
+        (Path.mkdir, "missing-shard", "a directory"),
+        (os.mkfifo, "missing-shard", "a pipe"),
+        (link("/dev/zero"), "missing-shard", "a device"),
+        (link("nowhere"), "missing-shard", "not there"),
+        (link(OTHER), "missing-shard", "cannot be read"),
+        (Path.touch, "shard", "0 bytes"),
+        (
+            lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+            "shard",
+            "Git LFS pointer",
+        ),
+        (lambda path: path.write_bytes(b"PK\x03\x04" + bytes(100)), "shard", "header alone"),
+        (lambda path: path.write_bytes(b"\x80\x02}q\x01" + bytes(100)), "shard", "does not begin"),
+    ],
+)
+def test_inspect_shard_that_is_something_else_is_named(
+    folder: Path, make: Callable[[Path], object], code: str, word: str
+) -> None:
+    make(folder / OTHER)
+    (fault,) = inspect_folder(folder).errors
+    assert (fault.code, fault.names) == (code, (OTHER,))
+    assert word in fault.says
+
+
+def test_inspect_shard_that_is_a_link_to_a_file_is_read(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    blob = tmp_path_factory.mktemp("blobs") / "0123"
+    shutil.move(folder / NAME, blob)
+    (folder / NAME).symlink_to(blob)
+    assert inspect_folder(folder).errors == ()
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, link("/dev/zero"), link(INDEX_NAME)])
+def test_inspect_index_that_is_no_file_is_one_sentence(folder: Path, make: Callable[[Path], object]) -> None:
+    make(folder / INDEX_NAME)
+    with pytest.raises(UsageError, match=INDEX_NAME):
+        inspect_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "code", "name"),
+    [
+        ({}, "index", "weight_map"),
+        ({"weight_map": {}}, "index", "weight_map"),
+        ({"weight_map": ["a"]}, "index", "weight_map"),
+        ({"weight_map": MAP | {"x": OTHER}}, "missing-shard", OTHER),
+        ({"weight_map": MAP | {"x": NAME}}, "index", "x"),
+        ({"weight_map": MAP | {"x": "/etc/passwd"}}, "missing-shard", "/etc/passwd"),
+        ({"weight_map": MAP | {"x": f"../{OTHER}"}}, "missing-shard", f"../{OTHER}"),
+        ({"weight_map": MAP | {"x": "a\0b"}}, "missing-shard", "a\0b"),
+        ({"weight_map": MAP | {"x": "a\nb"}}, "missing-shard", "a\nb"),
+        ({"weight_map": MAP | {"x": ""}}, "missing-shard", ""),
+        ({"weight_map": MAP | {"x": None}}, "missing-shard", "None"),
+        ({"weight_map": MAP | {"x": [NAME]}}, "missing-shard", f"['{NAME}']"),
+    ],
+)
+def test_inspect_index_that_contradicts_the_folder_is_one_error(
+    folder: Path, index: dict[str, Any], code: str, name: str
+) -> None:
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+    (fault,) = inspect_folder(folder).errors
+    assert (fault.code, fault.names) == (code, (name,))
+    assert fault.says.isprintable()
+
+
+@pytest.mark.parametrize("total", [-1, 0, "20", float("nan"), float("inf"), True, [1], 10**400])
+def test_inspect_total_size_that_is_no_size_is_a_warning(folder: Path, total: Any) -> None:
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": MAP}))
+    report = inspect_folder(folder)
+    assert report.errors == ()
+    assert [fault.code for fault in report.warnings] == ["index"]
+
+
+def test_inspect_many_missing_shards_are_one_error(folder: Path) -> None:
+    absent = {f"x{i}": f"model-{i:05}.safetensors" for i in range(30)}
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": MAP | absent}))
+    (fault,) = inspect_folder(folder).errors
+    assert fault.code == "missing-shard"
+    assert "29 more" in fault.says
+
+
+def test_inspect_tensor_in_two_files_is_a_warning(folder: Path) -> None:
+    write_shard(folder / OTHER, plain("lm_head", 64, 64))
+    (fault,) = inspect_folder(folder).warnings
+    assert (fault.code, fault.names) == ("duplicate", (OTHER,))
+    assert f"lm_head.weight is in {NAME} and in {OTHER}" in fault.says
+
+
+def test_inspect_tensor_that_the_index_leaves_out_is_a_warning(folder: Path) -> None:
+    rest = {name: shard for name, shard in MAP.items() if name != "lm_head.weight"}
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": rest}))
+    report = inspect_folder(folder)
+    assert report.errors == ()
+    assert [fault.names for fault in report.warnings] == [("lm_head.weight",)]
