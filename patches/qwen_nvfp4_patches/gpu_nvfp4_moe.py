@@ -20,7 +20,7 @@ from qwen_nvfp4_serve.errors import UnsupportedHostError
 if TYPE_CHECKING:
     import torch
 
-    from qwen_nvfp4_serve.kernels.admission import Shape, Span
+    from qwen_nvfp4_serve.kernels.admission import Shape, Span, Table
     from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights
 
 EXPERTS = "QwenNvFp4Experts"
@@ -42,10 +42,11 @@ def experts_class() -> Any:
     from vllm.model_executor.layers.quantization.utils.quant_utils import kNvfp4Dynamic, kNvfp4Static
 
     class QwenNvFp4Experts(mk.FusedMoEExpertsModular):  # type: ignore[misc]
-        """Reads the checkpoint's packed weights in place, in BF16 activations, whatever the number of tokens."""
+        """Reads the checkpoint's packed weights in place, whatever the number of tokens."""
 
         weights: ExpertWeights
         spans: tuple[Span, ...]
+        input_scales: torch.Tensor | None
 
         @staticmethod
         def activation_format() -> Any:
@@ -95,7 +96,9 @@ def experts_class() -> Any:
             return (1,), (0,), (M, K)
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            self.weights, self.spans = adopt(layer, self.moe_config.experts_per_token), spans_for(self.moe_config)
+            self.weights = adopt(layer, self.moe_config.experts_per_token)
+            self.input_scales = layer.nvfp4_input_scales
+            self.spans = spans_for(self.moe_config, rounds=self.input_scales is not None)
 
         def apply(  # noqa: PLR0917 - vLLM's signature
             self,
@@ -111,9 +114,16 @@ def experts_class() -> Any:
         ) -> None:
             from qwen_nvfp4_serve.kernels.admission import experts
 
-            # The router's weights are on the input already where vLLM says so.
-            shares = topk_weights.new_ones(topk_weights.shape) if apply_router_weight_on_input else topk_weights
-            experts.run(self.spans, hidden_states, self.weights, topk_ids, shares, output)
+            call = experts.ExpertsCall(
+                x=hidden_states,
+                weights=self.weights,
+                ids=topk_ids,
+                # The router's weights are on the input already where vLLM says so.
+                shares=topk_weights.new_ones(topk_weights.shape) if apply_router_weight_on_input else topk_weights,
+                y=output,
+                input_scales=self.input_scales,
+            )
+            experts.run(self.spans, call)
 
     return QwenNvFp4Experts
 
@@ -150,7 +160,10 @@ def refusal(config: Any, weight_key: Any, activation_key: Any) -> str | None:
         "not every expert is on this card": config.num_local_experts != config.num_experts,
     }
     found = next((words for words, holds in told.items() if holds), None)
-    return found or (None if spans_for(config) else f"no admitted kernels for {shape_of(config)} at every M")
+    if found:
+        return found
+    able = spans_for(config, rounds=activation_key is not None)
+    return None if able else f"no admitted kernels for {shape_of(config)} at every M"
 
 
 def shape_of(config: Any) -> Shape:
@@ -161,21 +174,41 @@ def shape_of(config: Any) -> Shape:
     return Shape(rows, config.hidden_dim, config.num_local_experts, config.experts_per_token)
 
 
-def spans_for(config: Any) -> tuple[Span, ...]:
-    """Who serves how many tokens of these experts; empty where that is vLLM."""
-    return admitted_spans(shape_of(config))
+def spans_for(config: Any, *, rounds: bool) -> tuple[Span, ...]:
+    """Who serves how many tokens of these experts; empty where that is vLLM.
+
+    rounds: the checkpoint quantizes activations, so that kernels which do it too may serve.
+    """
+    from qwen_nvfp4_serve.kernels.admission import EXACT_EXPERTS, serving
+
+    shape = shape_of(config)
+    return serving(admitted_experts(shape), shape, None if rounds else EXACT_EXPERTS)
 
 
 @functools.cache
-def admitted_spans(shape: Shape) -> tuple[Span, ...]:
+def admitted_experts(shape: Shape) -> Table:
     """What admission found on this worker's card, logged once."""
     from qwen_nvfp4_serve.kernels.admission import EXPERTS as NAMES
-    from qwen_nvfp4_serve.kernels.admission import EXPERTS_SPEC, admit, serving
+    from qwen_nvfp4_serve.kernels.admission import EXPERTS_SPEC, admit
 
     card, device = gpu_nvfp4_linear.this_card()
     table = admit((shape,), card=card, device=device, names=NAMES, spec=EXPERTS_SPEC)
     gpu_nvfp4_linear.log_table("expert", card.name, table)
-    return serving(table, shape)
+    return table
+
+
+def input_scales(*, a13_scale: Any, a2_scale: Any, use_a16: bool = False, **_: Any) -> torch.Tensor | None:
+    """Global multipliers of the activations before both products, float32 [2, E]; None for a weight-only checkpoint.
+
+    a13_scale: [E] or, for gate and up, which see the same activations, [E, 2]. a2_scale: [E]. vLLM passes memory that
+    no checkpoint has filled where it is weight-only.
+    """
+    import torch
+
+    if use_a16 or a13_scale is None or a2_scale is None:
+        return None
+    first = a13_scale.data.float()
+    return torch.stack([first if first.ndim == 1 else first.amax(1), a2_scale.data.float()]).contiguous()
 
 
 def adopt(layer: torch.nn.Module, top_k: int) -> ExpertWeights:
@@ -246,6 +279,7 @@ def _apply() -> None:
         def convert_to_nvfp4_moe_kernel_format(nvfp4_backend: Any, layer: Any, **tensors: Any) -> Any:
             if not _is_ours(layer):
                 return original(nvfp4_backend=nvfp4_backend, layer=layer, **tensors)
+            layer.nvfp4_input_scales = input_scales(**tensors)
             w13_scale, w2_scale = (swizzle_scales(tensors[name].data) for name in ("w13_scale", "w2_scale"))
             first = (tensors["w13"], w13_scale, tensors["w13_scale_2"], None)
             return *first, tensors["w2"], w2_scale, tensors["w2_scale_2"], None

@@ -15,8 +15,9 @@ torch = pytest.importorskip("torch")
 from qwen_nvfp4_serve.errors import UsageError  # noqa: E402
 from qwen_nvfp4_serve.kernels import admission, build  # noqa: E402
 from qwen_nvfp4_serve.kernels.admission import Finding, Shape, Span, Table, Verdict, experts, experts_trial  # noqa: E402
+from qwen_nvfp4_serve.kernels.admission.experts import ExpertsCall  # noqa: E402
 from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS, WITHOUT_LIMIT, from_json, to_json  # noqa: E402
-from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, reference  # noqa: E402
+from qwen_nvfp4_serve.kernels.nvfp4_moe import reference  # noqa: E402
 
 SHAPE = Shape(128, 128, 8, 2)
 
@@ -37,7 +38,6 @@ class Right:
     name = "right"
     max_tokens: int | None = None
     rounds_activations = False
-    one_scale = False
     compiles = False
 
     def unavailable(self) -> str | None:
@@ -46,8 +46,8 @@ class Right:
     def supports(self, capability: tuple[int, int], shape: Shape) -> str | None:
         return None if shape.k % 128 == 0 else f"hidden size {shape.k}"
 
-    def run(self, x: Any, weights: ExpertWeights, ids: Any, shares: Any, y: Any) -> None:
-        y[:] = reference.moe_experts(x, weights, ids, shares).value.bfloat16()
+    def run(self, call: ExpertsCall) -> None:
+        call.y[:] = reference.moe_experts(call.x, call.weights, call.ids, call.shares).value.bfloat16()
 
 
 class FewTokens(Right):
@@ -59,51 +59,53 @@ class FewTokens(Right):
 class OneScaleForBoth(Right):
     """Gives the up rows the gate's scale, as vLLM's own loading does."""
 
-    def run(self, x: Any, weights: ExpertWeights, ids: Any, shares: Any, y: Any) -> None:
-        super().run(x, dataclasses.replace(weights, up_scale=weights.gate_scale), ids, shares, y)
+    def run(self, call: ExpertsCall) -> None:
+        weights = dataclasses.replace(call.weights, up_scale=call.weights.gate_scale)
+        super().run(dataclasses.replace(call, weights=weights))
 
 
 class PaddingIsTheLastExpert(Right):
     """Indexes with what it is given."""
 
-    def run(self, x: Any, weights: ExpertWeights, ids: Any, shares: Any, y: Any) -> None:
-        super().run(x, weights, ids.remainder(weights.experts).int(), shares, y)
+    def run(self, call: ExpertsCall) -> None:
+        super().run(dataclasses.replace(call, ids=call.ids.remainder(call.weights.experts).int()))
 
 
 class FullAtSixteen(Right):
     """Drops what an expert gets beyond sixteen tokens."""
 
-    def run(self, x: Any, weights: ExpertWeights, ids: Any, shares: Any, y: Any) -> None:
-        kept = ids.clone()
-        for expert in range(weights.experts):
-            token, rank = (ids == expert).nonzero(as_tuple=True)
+    def run(self, call: ExpertsCall) -> None:
+        kept = call.ids.clone()
+        for expert in range(call.weights.experts):
+            token, rank = (call.ids == expert).nonzero(as_tuple=True)
             kept[token[16:], rank[16:]] = -1
-        super().run(x, weights, kept, shares, y)
+        super().run(dataclasses.replace(call, ids=kept))
 
 
 class LeavesPaddingUnwritten(Right):
     """Writes the rows of tokens that elected somebody."""
 
-    def run(self, x: Any, weights: ExpertWeights, ids: Any, shares: Any, y: Any) -> None:
-        some = (ids >= 0).any(dim=1)
-        y[some] = reference.moe_experts(x[some], weights, ids[some], shares[some]).value.bfloat16()
+    def run(self, call: ExpertsCall) -> None:
+        some = (call.ids >= 0).any(dim=1)
+        x, ids, shares = call.x[some], call.ids[some], call.shares[some]
+        call.y[some] = reference.moe_experts(x, call.weights, ids, shares).value.bfloat16()
 
 
 class WritesPast(Right):
     """Writes one element behind its output."""
 
-    def run(self, x: Any, weights: ExpertWeights, ids: Any, shares: Any, y: Any) -> None:
-        super().run(x, weights, ids, shares, y)
-        if y.untyped_storage().nbytes() > 2 * y.numel():
-            torch.as_strided(y, (1,), (1,), y.numel()).zero_()
+    def run(self, call: ExpertsCall) -> None:
+        super().run(call)
+        if call.y.untyped_storage().nbytes() > 2 * call.y.numel():
+            torch.as_strided(call.y, (1,), (1,), call.y.numel()).zero_()
 
 
 class Restless(Right):
     """Not the same twice."""
 
-    def run(self, x: Any, weights: ExpertWeights, ids: Any, shares: Any, y: Any) -> None:
-        super().run(x, weights, ids, shares, y)
-        y *= torch.where(torch.rand_like(y) < 0.5, 1 + 2.0**-8, 1.0)
+    def run(self, call: ExpertsCall) -> None:
+        super().run(call)
+        call.y.mul_(torch.where(torch.rand_like(call.y) < 0.5, 1 + 2.0**-8, 1.0))
 
 
 def judge(candidate: Any, shape: Shape = SHAPE, say: Callable[[str], None] = lambda _stage: None) -> Finding:
@@ -142,10 +144,43 @@ def test_wrong_candidate_is_left_out_with_what_is_wrong(candidate: Right, words:
     assert words in found.reason
 
 
-def test_candidate_that_must_have_one_scale_is_given_one() -> None:
-    candidate = OneScaleForBoth()
-    candidate.one_scale = True
-    assert judge(candidate).verdict is Verdict.ADMITTED
+class Rounds(Right):
+    """Rounds activations before both products, as FlashInfer does."""
+
+    rounds_activations = True
+    factor = 1.0
+
+    def run(self, call: ExpertsCall) -> None:
+        assert call.input_scales is not None
+        case = experts_trial.Case(call.weights, call.x, call.ids, call.shares, call.input_scales * self.factor)
+        call.y[:] = experts_trial.rounded_reference(case, len(call.x)).value.bfloat16()
+
+
+class RoundsForOneScale(Rounds):
+    """Takes one input scale for all experts, with which the products are not multiplied again."""
+
+    def run(self, call: ExpertsCall) -> None:
+        assert call.input_scales is not None
+        same = call.input_scales.max(1, keepdim=True).values
+        super().run(call)
+        call.y.mul_(float(same[0, 0] / call.input_scales[0, 0]))
+
+
+def test_candidate_that_rounds_is_held_to_the_rounded_definition() -> None:
+    found = judge(Rounds())
+    assert found.verdict is Verdict.ADMITTED, found.reason
+    for candidate, words in ((RoundsForOneScale(), "times what is allowed"), (OneScaleForBoth(), "times what")):
+        candidate.rounds_activations = True
+        found = judge(candidate)
+        assert found.verdict is Verdict.WRONG
+        assert words in found.reason
+
+
+def test_candidate_that_rounds_is_not_held_to_the_exact_one() -> None:
+    candidate = Right()
+    candidate.rounds_activations = True
+    found = judge(candidate)
+    assert found.verdict is Verdict.WRONG  # activations as they are differ by more than the format's rounding does
 
 
 def test_candidate_that_does_not_take_the_shape_is_unsupported() -> None:
@@ -163,8 +198,13 @@ def test_small_sizes_are_tried_before_the_models(monkeypatch: pytest.MonkeyPatch
 
 
 def test_our_candidates_say_why_they_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, grouped = experts.default_candidates()
-    assert (small.name, grouped.name) == admission.EXPERTS
+    small, grouped, library = found = experts.default_candidates()
+    assert tuple(candidate.name for candidate in found) == admission.EXPERTS
+    exact = tuple(candidate.name for candidate in found if not candidate.rounds_activations)
+    assert exact == admission.EXACT_EXPERTS
+    assert "9.0 is not 12.x" in (library.supports((9, 0), Shape(1024, 2048, 256, 8)) or "")
+    assert "64" in (library.supports((12, 0), Shape(128, 256, 16, 4)) or "")
+    assert library.supports((12, 1), Shape(512, 2048, 256, 8)) is None
     monkeypatch.setattr(build, "find", lambda _library: None)
     assert "not built" in (small.unavailable() or "")
     assert "2080" in (small.supports((9, 0), Shape(1024, 2080, 256, 8)) or "")
@@ -181,27 +221,30 @@ def test_plan_follows_the_number_of_tokens_and_passes_everything_on(monkeypatch:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def run(self, x: Any, weights: ExpertWeights, ids: Any, shares: Any, y: Any) -> None:
-            assert ids.dtype is torch.int32
-            assert shares.dtype is torch.float32
-            calls.append((self.name, x.shape[0]))
-            super().run(x, weights, ids, shares, y)
+        def run(self, call: ExpertsCall) -> None:
+            assert call.ids.dtype is torch.int32
+            assert call.shares.dtype is torch.float32
+            assert call.input_scales is case.input_scales
+            calls.append((self.name, call.x.shape[0]))
+            super().run(call)
 
     monkeypatch.setattr(experts, "servers", lambda: {name: Named(name) for name in ("few", "many")})
-    case = experts_trial.make_case(SHAPE, torch.device("cpu"), one_scale=False)
+    case = experts_trial.make_case(SHAPE, torch.device("cpu"))
     spans = (Span(4, "few"), Span(WITHOUT_LIMIT, "many"))
     for tokens in (0, 1, 4, 5):
         x, ids, shares = case.x[:tokens], case.ids[:tokens].long(), case.shares[:tokens].double()
         y = torch.full_like(x, float("nan"))
-        experts.run(spans, x, case.weights, ids, shares, y)
+        call = ExpertsCall(x=x, weights=case.weights, ids=ids, shares=shares, y=y, input_scales=case.input_scales)
+        experts.run(spans, call)
         assert torch.equal(y, reference.moe_experts(x, case.weights, ids.int(), shares.float()).value.bfloat16())
     assert calls == [("few", 1), ("few", 4), ("many", 5)]
 
 
 def test_plan_given_another_dtype_is_refused() -> None:
-    case = experts_trial.make_case(SHAPE, torch.device("cpu"), one_scale=False)
+    case = experts_trial.make_case(SHAPE, torch.device("cpu"))
+    call = case.call(Right(), slice(0, 1), case.x[:1].float())
     with pytest.raises(UsageError, match="activations of experts"):
-        experts.run((), case.x[:1].float(), case.weights, case.ids[:1], case.shares[:1], case.x[:1].float())
+        experts.run((), dataclasses.replace(call, x=case.x[:1].float()))
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,13 @@ from qwen_nvfp4_patches import (  # noqa: E402
 from qwen_nvfp4_serve.errors import UnsupportedHostError  # noqa: E402
 from qwen_nvfp4_serve.kernels import admission, nvfp4_moe  # noqa: E402
 from qwen_nvfp4_serve.kernels.admission import Shape, Span, dispatch, experts  # noqa: E402
-from qwen_nvfp4_serve.kernels.admission.table import WITHOUT_LIMIT  # noqa: E402
+from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS, WITHOUT_LIMIT  # noqa: E402
 from qwen_nvfp4_serve.kernels.nvfp4 import dequantize_nvfp4, unswizzle_scales  # noqa: E402
 from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, reference  # noqa: E402
 from qwen_nvfp4_serve.synthetic import CheckpointSpec  # noqa: E402
 from qwen_nvfp4_serve.synthetic.config import model_config  # noqa: E402
 
-SMALL, GROUPED = admission.EXPERTS
+SMALL, GROUPED, LIBRARY = admission.EXPERTS
 MOST = 4
 PREFIX = "language_model.model.layers.0.mlp"
 STYLES = ("ct-w4a4", "ct-w4a16", "modelopt-nvfp4", "modelopt-mixed")
@@ -47,9 +47,9 @@ class ExpertsStandIn:
     def __init__(self, name: str) -> None:
         self.name, self.calls = name, []
 
-    def run(self, x: Any, weights: ExpertWeights, ids: Any, shares: Any, y: Any) -> None:
-        self.calls.append(x.shape[0])
-        y[:] = reference.moe_experts(x, weights, ids, shares).value.bfloat16()
+    def run(self, call: experts.ExpertsCall) -> None:
+        self.calls.append((call.x.shape[0], call.input_scales))
+        call.y[:] = reference.moe_experts(call.x, call.weights, call.ids, call.shares).value.bfloat16()
 
 
 class LinearStandIn:
@@ -60,6 +60,20 @@ class LinearStandIn:
         block = unswizzle_scales(weight.scales, n, k // 16)
         dense = dequantize_nvfp4(weight.packed, block, weight.row_scale, dtype=torch.float64)
         y[:] = (x.double() @ dense.T).bfloat16()
+
+
+ANY_LINEAR = admission.Table(facts={}, findings=(), took_s=0.0)
+
+
+def table(shape: Shape, *names: str, most: int = 4096) -> admission.Table:
+    """SMALL up to `most` tokens, and the others at every number: GROUPED unless told otherwise."""
+    findings = []
+    for index, name in enumerate((SMALL, *(names or (GROUPED,)))):
+        times = tuple((m, 1.0 + index) for m in TIMED_TOKENS if (index and not names) or m <= most)
+        findings.append(
+            admission.Finding(candidate=name, shape=shape, verdict=admission.Verdict.ADMITTED, times_us=times)
+        )
+    return admission.Table(facts={}, findings=tuple(findings), took_s=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +125,18 @@ def patched(vllm_parallel: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
     monkeypatch.setattr(gpu_nvfp4_linear, "unsupported", lambda: None)
     monkeypatch.setattr(gpu_nvfp4_moe, "unsupported", lambda: None)
     monkeypatch.setattr(gpu_nvfp4_moe_block, "ROUTERS", ("CPURouter",))
-    spans = (Span(MOST, SMALL), Span(WITHOUT_LIMIT, GROUPED))
-    monkeypatch.setattr(gpu_nvfp4_moe, "admitted_spans", lambda _shape: spans)
+    monkeypatch.setattr(gpu_nvfp4_moe, "admitted_experts", lambda shape: table(shape, most=MOST))
     standing = {name: ExpertsStandIn(name) for name in admission.EXPERTS}
     monkeypatch.setattr(experts, "servers", lambda: standing)
-    monkeypatch.setattr(gpu_nvfp4_linear, "admitted_table", lambda: None)
-    monkeypatch.setattr(admission, "serving", lambda *_: (Span(WITHOUT_LIMIT, admission.CANDIDATES[0]),))
+    monkeypatch.setattr(gpu_nvfp4_linear, "admitted_table", lambda: ANY_LINEAR)
+    serving = admission.serving
+
+    def anything_for_linear(found: Any, shape: Shape, allowed: Any = None) -> tuple[Span, ...]:
+        if found is ANY_LINEAR:
+            return (Span(WITHOUT_LIMIT, admission.CANDIDATES[0]),)
+        return serving(found, shape, allowed)
+
+    monkeypatch.setattr(admission, "serving", anything_for_linear)
     monkeypatch.setattr(dispatch, "servers", lambda: tuple(LinearStandIn() for _ in admission.CANDIDATES))
     monkeypatch.setattr(dispatch, "plan_tensor", lambda _spans: torch.tensor([[WITHOUT_LIMIT, 0]]))
     for module in modules_with("init_nvfp4_linear_kernel"):
@@ -187,6 +207,7 @@ class Loaded:
             self.block = Qwen3NextSparseMoeBlock(self.config, prefix=PREFIX)
             fill(self.block)
             self.weights, self.shared = self.experts(), self.shared_expert()
+            self.input_scales = None if "a16" in style or "mixed" in style else self.declared_input_scales()
             for _, module in list(self.block.named_modules()):
                 method = getattr(module, "quant_method", None)
                 if "Unquantized" in type(method).__name__:
@@ -208,6 +229,16 @@ class Loaded:
             up_scale=up,
             down_scale=multipliers(layer, "w2"),
         )
+
+    def declared_input_scales(self) -> Any:
+        """Multipliers of the activations, as the checkpoint has them: of gate and up the larger one."""
+        layer = self.block.experts.routed_experts
+        divisors = named(layer, "w13_input_global_scale")
+        if divisors is not None:
+            first, second = 1 / divisors.data, 1 / layer.w2_input_global_scale.data
+        else:
+            first, second = layer.w13_input_scale.data.clone(), layer.w2_input_scale.data.clone()
+        return torch.stack([first.amax(1), second]).float()
 
     def shared_expert(self) -> ExpertWeights | None:
         """The shared expert as the checkpoint has it, None where it is not NVFP4."""
@@ -317,8 +348,13 @@ def test_block_at_many_tokens_is_vllms_with_our_experts_and_layers(
 ) -> None:
     loaded, x = Loaded(style), tokens(MOST + 3)
     assert_within(loaded.run(x), loaded.expected(x), roundings=4)
-    assert patched[GROUPED].calls == [MOST + 3]
+    ((count, scales),) = patched[GROUPED].calls
+    assert count == MOST + 3
     assert patched[SMALL].calls == []
+    if loaded.input_scales is None:
+        assert scales is None
+    else:
+        torch.testing.assert_close(scales, loaded.input_scales, rtol=1e-6, atol=0)
 
 
 def test_experts_keep_the_global_scales_of_gate_and_up(patched: dict[str, ExpertsStandIn]) -> None:
@@ -346,7 +382,7 @@ def test_block_with_its_experts_ids_captured_runs_as_vllms(patched: dict[str, Ex
     loaded.block.experts.router.set_capture_fn(seen.append)
     loaded.run(tokens(1))
     assert len(seen) == 1
-    assert patched[SMALL].calls == [1]
+    assert [count for count, _ in patched[SMALL].calls] == [1]
 
 
 def test_block_is_one_op_under_torch_compile(patched: dict[str, ExpertsStandIn]) -> None:
@@ -446,7 +482,7 @@ def test_selection_without_an_admitted_kernel_is_vllms(
     with set_current_vllm_config(loaded.config):
         chosen = nvfp4.select_nvfp4_moe_backend(config, kNvfp4Static, kNvfp4Dynamic)
         assert (chosen[0], chosen[1].__name__) == (nvfp4.NvFp4MoeBackend.MARLIN, gpu_nvfp4_moe.EXPERTS)
-        monkeypatch.setattr(gpu_nvfp4_moe, "admitted_spans", lambda _shape: ())
+        monkeypatch.setattr(gpu_nvfp4_moe, "admitted_experts", lambda shape: table(shape, GROUPED, most=MOST))
         # This CPU has no experts of vLLM's own.
         with pytest.raises(NotImplementedError, match="No NvFp4 MoE backend"):
             nvfp4.select_nvfp4_moe_backend(config, kNvfp4Static, kNvfp4Dynamic)
@@ -459,6 +495,28 @@ def test_admission_is_asked_for_the_experts_of_this_card(
     text = model_config(CheckpointSpec())["text_config"]
     wanted = Shape(2 * text["moe_intermediate_size"], 256, text["num_experts"], text["num_experts_per_tok"])
     assert gpu_nvfp4_moe.shape_of(config) == wanted
+
+
+def test_kernels_that_round_activations_serve_only_checkpoints_that_do(
+    patched: dict[str, ExpertsStandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Loaded("ct-w4a4").block.experts.moe_config
+    times = {SMALL: {m: 1.0 for m in TIMED_TOKENS if m <= 8}, GROUPED: dict.fromkeys(TIMED_TOKENS, 5.0)}
+    times[LIBRARY] = {m: 2.0 if m >= 512 else 9.0 for m in TIMED_TOKENS}
+
+    def three(shape: Shape) -> admission.Table:
+        findings = tuple(
+            admission.Finding(
+                candidate=name, shape=shape, verdict=admission.Verdict.ADMITTED, times_us=tuple(row.items())
+            )
+            for name, row in times.items()
+        )
+        return admission.Table(facts={}, findings=findings, took_s=0.0)
+
+    monkeypatch.setattr(gpu_nvfp4_moe, "admitted_experts", three)
+    rounding = gpu_nvfp4_moe.spans_for(config, rounds=True)
+    assert rounding == (Span(8, SMALL), Span(256, GROUPED), Span(WITHOUT_LIMIT, LIBRARY))
+    assert gpu_nvfp4_moe.spans_for(config, rounds=False) == (Span(8, SMALL), Span(WITHOUT_LIMIT, GROUPED))
 
 
 def test_conversion_of_other_layers_is_vllms(patched: dict[str, ExpertsStandIn]) -> None:

@@ -21,12 +21,13 @@ from qwen_nvfp4_serve.kernels.admission.table import Finding, Shape, Span, Table
 CANDIDATES = ("qwen-small-m", "qwen-dequantized", "flashinfer-cutlass", "flashinfer-b12x")
 EXACT = CANDIDATES[:2]  # those that leave activations as they are and have a scale for each row
 SPEC = "qwen_nvfp4_serve.kernels.admission.candidates:default_candidates"
-EXPERTS = ("qwen-experts-small-m", "qwen-experts-grouped")
+EXPERTS = ("qwen-experts-small-m", "qwen-experts-grouped", "flashinfer-experts-grouped")
+EXACT_EXPERTS = EXPERTS[:2]  # those that leave activations as they are
 EXPERTS_SPEC = "qwen_nvfp4_serve.kernels.admission.experts:default_candidates"
 
 __all__ = [
-    "CANDIDATES", "EXACT", "EXPERTS", "EXPERTS_SPEC", "Finding", "Limits", "Shape", "Span", "Table", "Verdict",
-    "admit", "left_out", "serving", "start_process", "summary",
+    "CANDIDATES", "EXACT", "EXACT_EXPERTS", "EXPERTS", "EXPERTS_SPEC", "Finding", "Limits", "Shape", "Span", "Table",
+    "Verdict", "admit", "left_out", "serving", "start_process", "summary",
 ]  # fmt: skip
 
 

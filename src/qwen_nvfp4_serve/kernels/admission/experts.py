@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
@@ -11,17 +12,33 @@ import torch
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.kernels import build, nvfp4_moe
 from qwen_nvfp4_serve.kernels.admission.table import Shape, Span
-from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, MoeDims, large_m
+from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, MoeDims, large_m, large_m_w4a4
 
 Capability = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsCall:
+    """What is to be computed, from M tokens, at least one.
+
+    x: contiguous bf16 [M, H]. ids: int32 [M, k], an id outside 0..E-1 adds nothing. shares: float32 [M, k], the routing
+    weights. y: contiguous bf16 [M, H], to be filled. input_scales: float32 [2, E], global multipliers of activations
+    before each of the two products; None for a weight-only checkpoint.
+    """
+
+    x: torch.Tensor
+    weights: ExpertWeights
+    ids: torch.Tensor
+    shares: torch.Tensor
+    y: torch.Tensor
+    input_scales: torch.Tensor | None = None
 
 
 class ExpertsCandidate(Protocol):
     """One way to compute the weighted sum of the elected experts.
 
     max_tokens: the largest M it takes, None for any. rounds_activations: it needs a checkpoint that quantizes them.
-    one_scale: gate and up of an expert must have the same global scale. compiles: a library that may still be building
-    its code at the first call.
+    compiles: a library that may still be building its code at the first call.
     """
 
     @property
@@ -31,8 +48,6 @@ class ExpertsCandidate(Protocol):
     @property
     def rounds_activations(self) -> bool: ...
     @property
-    def one_scale(self) -> bool: ...
-    @property
     def compiles(self) -> bool: ...
 
     def unavailable(self) -> str | None:
@@ -41,21 +56,14 @@ class ExpertsCandidate(Protocol):
     def supports(self, capability: Capability, shape: Shape) -> str | None:
         """Why it does not take such experts on such a card, None if it does."""
 
-    def run(
-        self, x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: torch.Tensor, y: torch.Tensor
-    ) -> None:
-        """Fills y, contiguous bf16 [M, H], on the current stream.
-
-        x: contiguous bf16 [M, H], M of at least 1. ids: int32 [M, k], an id outside 0..E-1 adds nothing.
-        shares: float32 [M, k], the routing weights.
-        """
+    def run(self, call: ExpertsCall) -> None:
+        """Fills the call's y on the current stream."""
 
 
 class _Exact:
-    """What both of ours share: BF16 activations as they come, a global scale for gate and for up."""
+    """What both of ours share: BF16 activations as they come."""
 
     rounds_activations = False
-    one_scale = False
 
 
 class SmallM(_Exact):
@@ -74,11 +82,9 @@ class SmallM(_Exact):
         dims = MoeDims(hidden=shape.k, intermediate=shape.n // 2, experts=shape.experts, top_k=shape.top_k)
         return nvfp4_moe.supports(capability, dims)
 
-    def run(
-        self, x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: torch.Tensor, y: torch.Tensor
-    ) -> None:
+    def run(self, call: ExpertsCall) -> None:
         """Two launches."""
-        nvfp4_moe.launch.experts(x, weights, ids, shares, y)
+        nvfp4_moe.launch.experts(call.x, call.weights, call.ids, call.shares, call.y)
 
 
 class Grouped(_Exact):
@@ -96,16 +102,37 @@ class Grouped(_Exact):
         """As the grouped GEMM says."""
         return large_m.supports(capability, shape.k, shape.n // 2)
 
-    def run(
-        self, x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: torch.Tensor, y: torch.Tensor
-    ) -> None:
+    def run(self, call: ExpertsCall) -> None:
         """Six launches for each round of tokens."""
-        large_m.experts(x, weights, ids, shares, y=y)
+        large_m.experts(call.x, call.weights, call.ids, call.shares, y=call.y)
+
+
+class FlashInferGrouped:
+    """FlashInfer's grouped FP4 GEMM between our own kernels, for W4A4."""
+
+    name = "flashinfer-experts-grouped"
+    max_tokens: int | None = None
+    rounds_activations = True
+    compiles = True
+
+    def unavailable(self) -> str | None:
+        """No package, no candidate."""
+        return large_m_w4a4.unavailable()
+
+    def supports(self, capability: Capability, shape: Shape) -> str | None:
+        """As the GEMM says."""
+        return large_m_w4a4.supports(capability, shape.k, shape.n // 2)
+
+    def run(self, call: ExpertsCall) -> None:
+        """Five launches of ours and two GEMMs for each round of tokens."""
+        if call.input_scales is None:
+            raise UsageError(f"{self.name} on weight-only experts", expected="input scales")
+        large_m_w4a4.experts(call.x, call.weights, call.ids, call.shares, call.input_scales, call.y)
 
 
 def default_candidates() -> tuple[ExpertsCandidate, ...]:
-    """The one that compiles nothing first."""
-    return (SmallM(), Grouped())
+    """The one that compiles nothing first, and last the one that may compile for minutes."""
+    return (SmallM(), Grouped(), FlashInferGrouped())
 
 
 @cache
@@ -120,18 +147,16 @@ def tokens_of(spans: Sequence[Span], name: str) -> int:
     return first.until if first is not None and first.candidate == name else 0
 
 
-def run(  # noqa: PLR0917
-    spans: Sequence[Span],
-    x: torch.Tensor,
-    weights: ExpertWeights,
-    ids: torch.Tensor,
-    shares: torch.Tensor,
-    y: torch.Tensor,
-) -> None:
-    """Fills y as the plan says for x's number of tokens. Tensors as in `ExpertsCandidate.run`, any number of tokens."""
+def run(spans: Sequence[Span], call: ExpertsCall) -> None:
+    """Fills the call's y as the plan says for its number of tokens, of which there may be none.
+
+    x may have any strides here, ids any integer and shares any floating dtype.
+    """
+    x, y = call.x, call.y
     if x.dtype is not torch.bfloat16 or x.shape != y.shape or not y.is_contiguous():
         raise UsageError("activations of experts", seen=f"{x.dtype} {tuple(x.shape)}", expected="bfloat16, as y")
-    tokens = x.shape[0]
-    if tokens:
-        name = next(span.candidate for span in spans if tokens <= span.until)
-        servers()[name].run(x.contiguous(), weights, ids.int().contiguous(), shares.float().contiguous(), y)
+    if x.shape[0] == 0:
+        return
+    name = next(span.candidate for span in spans if x.shape[0] <= span.until)
+    ids, shares = call.ids.int().contiguous(), call.shares.float().contiguous()
+    servers()[name].run(replace(call, x=x.contiguous(), ids=ids, shares=shares))
