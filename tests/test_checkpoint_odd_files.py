@@ -131,3 +131,27 @@ def test_inspect_tensor_that_the_index_leaves_out_is_a_warning(folder: Path) -> 
     report = inspect_folder(folder)
     assert report.errors == ()
     assert [fault.names for fault in report.warnings] == [("lm_head.weight",)]
+
+
+def test_inspect_numbered_shards_without_an_index_miss_the_others(folder: Path) -> None:
+    (folder / NAME).rename(folder / "model-00002-of-00003.safetensors")
+    (fault,) = inspect_folder(folder).errors
+    assert fault.code == "missing-shard"
+    assert fault.names == ("model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("named", "codes"),
+    [
+        (["LlamaForCausalLM"], ["architecture"]),
+        (["Qwen3NextForCausalLM"], ["architecture"]),
+        (["Qwen3_5ForConditionalGeneration"], []),
+        (["Qwen3_5MoeForCausalLM"], []),
+        ([], []),
+        (None, []),
+    ],
+)
+def test_inspect_architecture_of_another_family_is_an_error(folder: Path, named: Any, codes: list[str]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": named}))
+    assert [fault.code for fault in inspect_folder(folder).errors] == codes

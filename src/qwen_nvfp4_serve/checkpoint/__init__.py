@@ -54,11 +54,10 @@ def plan_model(report: Report, name: str) -> PlanModel:
     """The checkpoint as the planner sees it. Raises UsageError when config.json does not give its dimensions."""
     if report.dims is None or report.weights is None:
         broken = next((fault for fault in report.errors if fault.code in ("config", "architecture")), None)
+        if broken is not None:
+            raise UsageError(f"checkpoint {report.place}: {broken.says}", do=broken.do)
         raise UsageError(
-            f"checkpoint {report.place}",
-            seen=broken.says if broken else "no model_type in config.json",
-            expected="a config.json of the Qwen3.5 family",
-            do=broken.do if broken else None,
+            f"checkpoint {report.place}", seen="no model_type in config.json", expected="one of the Qwen3.5 family"
         )
     dims = report.dims
     shape = (dims.hidden, dims.layers, dims.experts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 from qwen_nvfp4_serve.checkpoint.faults import Finding, Severity
 from qwen_nvfp4_serve.checkpoint.source import INDEX_NAME, Source
@@ -25,6 +26,8 @@ def check_files(source: Source) -> Iterator[Finding]:
             says=f"{shard.name} {shard.reason}",
             topic=shard.name if is_there else "",
         )
+    if source.index is None:
+        yield from _check_numbers([shard.name for shard in source.shards])
     present: dict[str, str] = {}
     for shard in source.shards:
         if twice := present.keys() & shard.tensors.keys():
@@ -34,6 +37,20 @@ def check_files(source: Source) -> Iterator[Finding]:
         present |= dict.fromkeys(shard.tensors, shard.name)
     if source.index is not None and not broken:
         yield from _check_index(source, source.index, present)
+
+
+def _check_numbers(names: Sequence[str]) -> Iterator[Finding]:
+    """Without an index, `model-00001-of-00004.safetensors` still says how many there should be."""
+    for name in names:
+        match = re.fullmatch(r"(.*-)(\d{1,6})(-of-)(\d{1,6})(\.safetensors)", name)
+        if match is None:
+            continue
+        stem, _, of, count, end = match.groups()
+        wanted = [f"{stem}{number:0{len(match[2])}}{of}{count}{end}" for number in range(1, min(int(count), 9999) + 1)]
+        for absent in sorted(set(wanted) - set(names)):
+            says = f"{absent} is not there, although {name} is"
+            yield Finding(severity=Severity.ERROR, code="missing-shard", name=absent, says=says)
+        return
 
 
 def _check_index(source: Source, index: Mapping[str, object], present: Mapping[str, str]) -> Iterator[Finding]:

@@ -20,6 +20,11 @@ from qwen_nvfp4_serve.dims import MODEL_TYPES, Dims, dims_from_config
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.planner.weights import WeightBytes
 
+# vLLM 0.33.0, model_executor/models/registry.py: it picks the model by these names, not by model_type.
+ARCHITECTURES = tuple(
+    f"Qwen3_5{kind}For{head}" for kind in ("", "Moe") for head in ("ConditionalGeneration", "CausalLM")
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precisions:
@@ -113,6 +118,10 @@ def _check_config(source: Source, knows_type: bool | None) -> list[Finding]:
     elif model_type is not None and knows_type is False:
         says = f"the installed transformers does not know model type {model_type!r}"
         findings.append(_error("transformers", str(model_type), says))
+    named = config.get("architectures")
+    if isinstance(named, list) and named and not any(name in ARCHITECTURES for name in named):
+        says = f"config.json names the architecture {named[0]!r}, which is not of the Qwen3.5 family"
+        findings.append(_error("architecture", "architectures", says))
     if config.get("auto_map"):
         findings.append(_warning("remote-code", "auto_map", "config.json names code to run (auto_map)"))
     return findings
