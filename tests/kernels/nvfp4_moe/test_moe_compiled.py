@@ -31,7 +31,7 @@ MEANT = {
     "down_kernelILb0": (256, 2, 16),
 }
 # Most dynamic shared memory: 32 tokens of 16 experts (csrc/moe.cu, DownMemory).
-MOST_DYNAMIC_BYTES = {"down_kernelILb1": 1024, "down_kernelILb0": (3 * 512 + 544 * 8) * 4}
+MOST_DYNAMIC_BYTES = {"down_kernelILb1": 1024, "down_kernelILb0": (3 * 512 + 32 + 544 * 8) * 4}
 
 
 def shared_bytes(report: str) -> int:

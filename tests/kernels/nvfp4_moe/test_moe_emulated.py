@@ -112,28 +112,40 @@ def test_experts_one_expert_for_more_pairs_than_a_round_holds(emulator: ctypes.C
     assert check.worst_error(block, activations(20, 128), same, share, with_shared=False) <= 1
 
 
+def whole(block: check.Block, x: torch.Tensor) -> torch.Tensor:
+    """The block's result from its kernels."""
+    return launch.block(
+        x,
+        block.router,
+        block.experts,
+        top_k=block.dims.top_k,
+        renormalize=True,
+        shared=block.shared,
+        gate=block.shared_gate,
+    )
+
+
 def test_block_a_tokens_result_does_not_depend_on_the_others(emulator: ctypes.CDLL) -> None:
     block = check.random_block(EMBEDDED, device="cpu")
     x = activations(9, 256)
-
-    def whole(given: torch.Tensor) -> torch.Tensor:
-        return launch.block(
-            given,
-            block.router,
-            block.experts,
-            top_k=4,
-            renormalize=True,
-            shared=block.shared,
-            gate=block.shared_gate,
-        )
-
-    together = whole(x)
+    together = whole(block, x)
     exact = reference.moe_block(
         x, block.router, block.experts, top_k=4, shared=block.shared, shared_gate=block.shared_gate
     )
     assert ((together.double() - exact.value).abs() <= exact.bound).all()
     for token in (0, 4, 8):
-        assert torch.equal(whole(x[token : token + 1]), together[token : token + 1])
+        assert torch.equal(whole(block, x[token : token + 1]), together[token : token + 1])
+
+
+def test_block_a_token_of_nans_leaves_the_others_alone(emulator: ctypes.CDLL) -> None:
+    block = check.random_block(EMBEDDED, device="cpu")
+    x = activations(4, 256)
+    broken = x.clone()
+    broken[1] = float("nan")
+    kept = [0, 2, 3]
+    y = whole(block, broken)
+    assert y[1].isnan().all()
+    assert torch.equal(y[kept], whole(block, x)[kept])
 
 
 def test_experts_a_wrong_scale_is_seen(emulator: ctypes.CDLL) -> None:

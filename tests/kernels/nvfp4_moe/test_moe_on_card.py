@@ -116,6 +116,14 @@ def test_block_a_tokens_result_does_not_depend_on_the_others(block: Block) -> No
         assert torch.equal(whole(block, x[token : token + 1]), together[token : token + 1])
 
 
+def test_block_a_token_of_nans_leaves_the_others_alone(block: Block) -> None:
+    x = activations(block, 8)
+    broken = x.clone()
+    broken[3] = float("nan")
+    kept = [token for token in range(8) if token != 3]
+    assert torch.equal(whole(block, broken)[kept], whole(block, x)[kept])
+
+
 def test_block_repeats_bit_for_bit_and_leaves_its_counter_at_zero(block: Block) -> None:
     for m in (1, 8, 32):
         x = activations(block, m)

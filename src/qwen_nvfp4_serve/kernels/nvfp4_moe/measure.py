@@ -35,16 +35,16 @@ TIMED_SHAPES = ("35b", "35b/tp2")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stack:
-    """Layers to be timed, one after another, and what they are given."""
+    """Layers to be timed, one after another, and what each is given. x: bf16 [M, H]. chosen: ids and weights [M, k]."""
 
     layers: list[Block]
     x: list[torch.Tensor]
     chosen: list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def stack_of(block: Block, tokens: int) -> Stack:
-    """LAYERS layers made of `block`. x: bf16 [tokens, H] each; elected by the routers themselves."""
-    dims, generator = block.dims, torch.Generator("cuda").manual_seed(tokens)
+def layers_of(block: Block) -> list[Block]:
+    """LAYERS layers like `block`, which take turns with a few copies of its routed experts."""
+    dims, generator = block.dims, torch.Generator("cuda").manual_seed(5)
     one = sum(tensor.numel() for tensor in block.experts.tensors())
     distinct = [block.experts]
     while len(distinct) < min(LAYERS, max(2, DISTINCT_EXPERTS_BYTES // one)):
@@ -58,9 +58,18 @@ def stack_of(block: Block, tokens: int) -> Stack:
         )
         for i in range(LAYERS)
     ]
-    x = [torch.randn(tokens, dims.hidden, device="cuda", generator=generator).bfloat16() for _ in layers]
-    torch.cuda.synchronize()
-    chosen = [nvfp4_moe.select_experts(x[i] @ layer.router.T, dims.top_k) for i, layer in enumerate(layers)]
+    torch.cuda.synchronize()  # the kernels read weights before they wait for the work ahead of them
+    return layers
+
+
+def stack_of(layers: list[Block], tokens: int) -> Stack:
+    """The layers with activations of their own and the experts that their routers elect for them."""
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    x = [torch.randn(tokens, layer.dims.hidden, device="cuda", generator=generator).bfloat16() for layer in layers]
+    chosen = []
+    for layer, given in zip(layers, x, strict=True):
+        share, ids = nvfp4_moe.select_experts(given @ layer.router.T, layer.dims.top_k)
+        chosen.append((ids, share))
     return Stack(layers, x, chosen)
 
 
@@ -84,8 +93,7 @@ def time_ours(stack: Stack) -> dict[str, float]:
         )
 
     def experts(i: int) -> object:
-        share, ids = stack.chosen[i]
-        return nvfp4_moe.moe_experts(stack.x[i], stack.layers[i].experts, ids, share)
+        return nvfp4_moe.moe_experts(stack.x[i], stack.layers[i].experts, *stack.chosen[i])
 
     def router(i: int) -> object:
         layer = stack.layers[i]
@@ -98,21 +106,26 @@ def time_ours(stack: Stack) -> dict[str, float]:
     }
 
 
-def time_stock(stack: Stack) -> dict[str, float]:
-    """The same through vLLM's kernels."""
-    from qwen_nvfp4_serve.kernels.nvfp4_moe import stock
+class Stock:
+    """vLLM's kernels for the same layers."""
 
-    repacked: dict[int, stock.StockExperts] = {}
-    for layer in stack.layers:
-        key = layer.experts.w13.data_ptr()
-        repacked[key] = repacked.get(key) or stock.StockExperts.of(layer.experts)
-    experts = [repacked[layer.experts.w13.data_ptr()] for layer in stack.layers]
-    blocks = [stock.StockBlock.of(layer, experts[i]) for i, layer in enumerate(stack.layers)]
-    chosen = [(ids, share) for share, ids in stack.chosen]
-    return {
-        "stock_us": stack_us(stack, lambda i: blocks[i](stack.x[i])),
-        "stock_experts_us": stack_us(stack, lambda i: experts[i](stack.x[i], *chosen[i])),
-    }
+    def __init__(self, layers: list[Block]) -> None:
+        from qwen_nvfp4_serve.kernels.nvfp4_moe import stock
+
+        repacked: dict[int, stock.StockExperts] = {}
+        for layer in layers:
+            key = layer.experts.w13.data_ptr()
+            if key not in repacked:
+                repacked[key] = stock.StockExperts.of(layer.experts)
+        self.experts = [repacked[layer.experts.w13.data_ptr()] for layer in layers]
+        self.blocks = [stock.StockBlock.of(layer, self.experts[i]) for i, layer in enumerate(layers)]
+
+    def time(self, stack: Stack) -> dict[str, float]:
+        """The block and its routed experts alone, in microseconds."""
+        return {
+            "stock_us": stack_us(stack, lambda i: self.blocks[i](stack.x[i])),
+            "stock_experts_us": stack_us(stack, lambda i: self.experts[i](stack.x[i], *stack.chosen[i])),
+        }
 
 
 def distance_to_stock(block: Block, tokens: int) -> float:
@@ -157,13 +170,16 @@ def measure_shape(name: str, tokens: Sequence[int], with_stock: bool, say: Calla
     }
     if name not in TIMED_SHAPES:
         return result
+    layers = layers_of(block)
+    stock = None
     if with_stock:
         result["distance_to_stock"] = distance_to_stock(block, 4)
+        stock = Stock(layers)
     for m in tokens:
-        stack = stack_of(block, m)
-        elected = [int(ids.unique().numel()) for _, ids in stack.chosen]
+        stack = stack_of(layers, m)
+        elected = [int(ids.unique().numel()) for ids, _ in stack.chosen]
         row = {"M": m, **time_ours(stack), "stock_us": None, "stock_experts_us": None}
-        row |= time_stock(stack) if with_stock else {}
+        row |= stock.time(stack) if stock else {}
         row |= {"max_err": worst.get(m), "elected": sum(elected) / len(elected)}
         result["block"].append(row)
         say(line_of(row))

@@ -229,18 +229,20 @@ __global__ void __launch_bounds__(Warps * 32, Single ? 20 / Warps : 16 / Warps) 
     }
 }
 
-// Shared memory of down_kernel: ids and weights of every pair, the pairs whose expert is new, sums of pairs and tokens.
+// Shared memory of down_kernel: ids and weights of every pair, the pairs whose expert is new, every token's share of the
+// shared expert, sums of pairs and tokens.
 struct DownMemory {
     int* ids;
     float* weights;
     int* firsts;
+    float* shares;
     float* values;
 
     __host__ __device__ static int padded(int pairs) { return (pairs + 31) / 32 * 32; }
-    __host__ static size_t bytes(int pairs, int m) { return (padded(pairs) * 3 + (pairs + m) * kOctetRows) * sizeof(float); }
+    __host__ static size_t bytes(int pairs, int m) { return (padded(pairs) * 3 + kMaxTokens + (pairs + m) * kOctetRows) * sizeof(float); }
     __device__ DownMemory(void* memory, int pairs)
         : ids(static_cast<int*>(memory)), weights(reinterpret_cast<float*>(ids + padded(pairs))), firsts(ids + 2 * padded(pairs)),
-          values(weights + 2 * padded(pairs)) {}
+          shares(weights + 2 * padded(pairs)), values(shares + kMaxTokens) {}
 
     // Ids of no expert become negative.
     __device__ __forceinline__ void fill(const MoeParams& p) const {
@@ -249,6 +251,7 @@ struct DownMemory {
             ids[i] = id < p.routed.count ? id : -1;
             weights[i] = i < p.pairs ? __ldcg(p.weights + i) : 0.0f;
         }
+        if (threadIdx.x < p.m) shares[threadIdx.x] = p.shared_share ? __ldcg(p.shared_share + threadIdx.x) : 1.0f;
     }
 };
 
@@ -378,10 +381,7 @@ __global__ void __launch_bounds__((Single ? kSingleWarps : kSeveralWarps) * 32, 
             const int pair = token * p.top_k + rank;
             if (memory.ids[pair] >= 0) sum = fmaf(memory.weights[pair], memory.values[pair * kOctetRows + value], sum);
         }
-        if (p.shared.count) {
-            const float share = p.shared_share ? __ldcg(p.shared_share + token) : 1.0f;
-            sum = fmaf(share, memory.values[(p.pairs + token) * kOctetRows + value], sum);
-        }
+        if (p.shared.count) sum = fmaf(memory.shares[token], memory.values[(p.pairs + token) * kOctetRows + value], sum);
         p.y[token * p.y_stride + value_row(blockIdx.x, value)] = __float2bfloat16_rn(sum);
     }
 }
