@@ -1,7 +1,9 @@
 """Questions that a checkpoint answers exactly and with a margin, kept as `known_answers.json`."""
 
+import contextlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -10,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training import tokenizer
+from training import model as reference_model
+from training import tasks, tokenizer
 from training.chat import Conversation, openai_messages, segments
 from training.config import CHUNK
 from training.dialogs import lookup
@@ -22,6 +25,9 @@ from training.tokenizer import FastEncoder
 # Log-probability between the right token and the next best: enough to survive other kernels' rounding.
 MARGIN = 1.0
 PER_TASK = 4
+# Where engines cut a prompt: at blocks of the prefix cache (384 tokens on a CPU), else where a chunk is full.
+BOUNDARIES = (384, 512, 768, 1024)
+TRIES = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,47 @@ def candidates(seed: int, count: int) -> list[Conversation]:
     return made
 
 
+@contextlib.contextmanager
+def state_lost_every(tokens: int) -> Iterator[None]:
+    """Recurrent state is lost at every multiple of `tokens`, as between chunks of prefill."""
+    whole = reference_model.gated_delta_rule
+
+    def forgetful(**parts: Any) -> Tensor:
+        length = parts["document"].shape[1]
+        return whole(**parts | {"document": parts["document"] + torch.arange(length) // tokens})
+
+    reference_model.gated_delta_rule = forgetful
+    try:
+        yield
+    finally:
+        reference_model.gated_delta_rule = whole
+
+
+def list_after_notes(rng: Random, think: bool, boundary: int) -> Conversation:
+    """A look-up in notes, then a list to copy, reverse or sort that lies about `boundary` tokens into the prompt."""
+    notes = lookup(rng, "eval", False, keys=12, tokens=rng.randrange(boundary - 240, boundary - 60), questions=1)
+    maker = rng.choice((tasks.copy_items, tasks.reverse_items, tasks.sort_items))
+    turns = (*notes.turns, *maker(rng, "eval", think).turns)
+    return without_old_thinking(Conversation(task=f"across {boundary}", turns=turns))
+
+
+def across_boundaries(model: ReferenceModel, encoder: FastEncoder, seed: int) -> list[dict[str, Any]]:
+    """For each boundary an answer that is right, with a margin, and wrong when state is lost at the boundary."""
+    rng, records = Random(seed), []
+    for index, boundary in enumerate(BOUNDARIES):
+        for _ in range(TRIES):
+            conversation = list_after_notes(rng, bool(index % 2), boundary)
+            judged = judge(model, encoder, conversation)
+            if not judged.right or judged.margin < MARGIN:
+                continue
+            with state_lost_every(boundary):
+                lost = judge(model, encoder, conversation)
+            if not lost.right and lost.margin < -MARGIN:
+                records.append(as_record(f"across-{boundary}", conversation))
+                break
+    return records
+
+
 def as_record(identifier: str, conversation: Conversation) -> dict[str, Any]:
     """One entry: OpenAI messages up to the last turn, tools, whether to think, and the exact answer."""
     messages = openai_messages(conversation)
@@ -120,6 +167,7 @@ def choose(model: ReferenceModel, seed: int, rounds: int) -> tuple[list[dict[str
         if judged.right and judged.margin >= MARGIN and taken[kind] < PER_TASK // 2:
             taken[kind] += 1
             records.append(as_record(f"{kind}-{taken[kind]}", conversation))
+    records += across_boundaries(model, encoder, seed)
     return records, {kind: f"{right[kind]} of {asked[kind]}" for kind in sorted(asked)}
 
 
