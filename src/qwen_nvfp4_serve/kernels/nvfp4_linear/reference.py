@@ -34,8 +34,8 @@ def quantized_activations(x: torch.Tensor, input_scale: float) -> torch.Tensor:
 def error_bound(x: torch.Tensor, weight: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """The largest error allowed for each element: 2^-8 |y| + 1e-5 |x| |W|^T, in the dtype of `reference`.
 
-    Rounding to bf16, of 8 significant bits, is at most 2^-8 |y|; the second term is for float32 sums. No kernel may round
-    twice near the limit: the largest error measured on an H200, any M, is 0.988 of this bound.
+    Rounding to bf16, of 8 significant bits, is at most 2^-8 |y|; the second term is for float32 sums. The largest error
+    measured on an H200, at any M, is 0.988 of this bound.
     """
     magnitude = x.abs().to(reference.dtype) @ weight.abs().to(reference.dtype).T
     return reference.abs() * 2.0**-8 + magnitude * 1e-5
