@@ -213,6 +213,8 @@ def test_run_thinking_switch_that_does_nothing_is_said() -> None:
         message_of(reply)["reasoning"] = "hm"
         return 200, reply
 
+    failed = ask(Script(spoil=but_the_first(answers(500, {}))), replace(SMALL, families=("arithmetic",)))
+    assert failed.notes == ()
     result = ask(Script(spoil=always), SUMS)
     assert result.notes == ("6 answers thought although thinking was off",)
 

@@ -35,7 +35,7 @@ async def ask(target: Target, body: Mapping[str, Any]) -> Answer | Failure:
     """The whole answer to one request within the target's time."""
     content = json.dumps({"model": target.model, **body}).encode()
     url, headers = target.base_url + PATHS["chat"], {"Content-Type": "application/json"}
-    said = b""
+    said = bytearray()
     try:
         async with (
             asyncio.timeout(target.timeout_s),
@@ -50,11 +50,13 @@ async def ask(target: Target, body: Mapping[str, Any]) -> Answer | Failure:
         return Failure("timeout", f"no whole answer within {target.timeout_s:g} s")
     except (httpx.ConnectError, httpx.UnsupportedProtocol) as error:
         return Failure("no connection", str(error)[:DETAIL_CHARS])
+    except httpx.DecodingError as error:
+        return Failure("bad answer", str(error)[:DETAIL_CHARS])
     except (httpx.HTTPError, httpx.StreamError) as error:
         return Failure("dropped", (str(error) or type(error).__name__)[:DETAIL_CHARS])
     if status != httpx.codes.OK:
-        return Failure("HTTP error", f"HTTP {status}: {_message(said)}", status)
-    return read_answer(said)
+        return Failure("HTTP error", f"HTTP {status}: {_message(bytes(said))}", status)
+    return read_answer(bytes(said))
 
 
 def _message(said: bytes) -> str:

@@ -16,6 +16,7 @@ RUN_CHARACTERS, RUN_WORDS, RUN_TOKENS = 40, 16, 24  # "!!!!…" is token 0 of th
 RULE_RUN = 400  # of what draws lines and tables
 LOOP_TIMES, LONG_LOOP_TIMES = 4, 3  # blocks in a row; of more than SHORT_LOOP words the lower number
 SHORT_LOOP, LONGEST_LOOP, LEAST_LOOPED = 64, 512, 48  # words
+MOST_LOOKED_AT = 65_536  # words of the end in which loops and repeats are looked for, to bound the time
 TAG_TIMES = 8
 WINDOW, LEAST_WORDS, MOST_SEEN = 8, 200, 0.5
 BROKEN_CHARACTERS = 3  # a cut answer may end in one or two halves
@@ -28,7 +29,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 def text_fault(text: str, *, is_prose: bool = False) -> str | None:
     """How `text` degenerates, in a few words; None if it does not. is_prose: it should also not repeat itself."""
-    words = text.split()
+    words = text.split()[-MOST_LOOKED_AT:]
     checks = (_broken(text), _tags(text), _run_of_characters(text), _run(words, RUN_WORDS, "word"), _loop(words))
     found = next((fault for fault in checks if fault), None)
     return found or (_repeats(words) if is_prose else None)

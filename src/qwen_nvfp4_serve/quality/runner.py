@@ -87,7 +87,8 @@ def run_quality(order: Order, observe: Callable[[Step], None]) -> Result:
 def odd_thinking(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     """Sentences for a thinking switch that seems to do nothing."""
     notes = []
-    thoughts = {mode: [bool(one.reasoning) for one in outcomes if one.thinking == mode] for mode in ("off", "on")}
+    answered = [one for one in outcomes if one.content or one.calls or one.reasoning]
+    thoughts = {mode: [bool(one.reasoning) for one in answered if one.thinking == mode] for mode in ("off", "on")}
     if any(thoughts["off"]):
         notes.append(f"{sum(thoughts['off'])} answers thought although thinking was off")
     if thoughts["on"] and not any(thoughts["on"]):
