@@ -155,3 +155,38 @@ def test_inspect_architecture_of_another_family_is_an_error(folder: Path, named:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": named}))
     assert [fault.code for fault in inspect_folder(folder).errors] == codes
+
+
+MODULE = f"{LAYER}.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"weight_scale": ("F8_E4M3", (63, 4))}, "scale-shape"),
+        ({"weight_scale": ("F8_E4M3", (64, 2))}, "scale-shape"),
+        ({"weight_scale": ("BF16", (64, 4))}, "scale-shape"),
+        ({"weight_packed": ("U8", (2048,))}, "kernel-dims"),
+        ({"weight_packed": ("U8", (0, 32)), "weight_scale": ("F8_E4M3", (0, 4))}, "kernel-dims"),
+        ({"weight_packed": ("U8", (64, 12)), "weight_scale": ("F8_E4M3", (64, 1))}, "kernel-dims"),
+    ],
+)
+def test_inspect_packed_matrix_and_scales_that_do_not_fit_are_an_error(
+    folder: Path, changes: dict[str, Any], code: str
+) -> None:
+    tensors = TENSORS | {f"{MODULE}.{leaf}": shape for leaf, shape in changes.items()}
+    write_shard(folder / NAME, tensors)
+    (fault,) = inspect_folder(folder).errors
+    assert (fault.code, fault.names) == (code, (MODULE,))
+
+
+@pytest.mark.parametrize("scale", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj"])
+def test_inspect_global_scale_that_is_none_is_an_error(folder: Path, scale: float, part: str) -> None:
+    gate, up = (f"{LAYER}.mlp.{name}" for name in ("gate_proj", "up_proj"))
+    values = {f"{name}.weight_global_scale": 1.0 for name in (gate, up)} | {
+        f"{LAYER}.mlp.{part}.weight_global_scale": scale
+    }
+    write_shard(folder / NAME, packed_ct(gate, 64, 64) | packed_ct(up, 64, 64) | TENSORS, values)
+    (fault,) = inspect_folder(folder).errors
+    assert (fault.code, fault.names) == ("bad-scale", (f"{LAYER}.mlp.{part}",))

@@ -10,6 +10,7 @@ from qwen_nvfp4_serve.checkpoint.naming import Area, Unit
 from qwen_nvfp4_serve.checkpoint.schemes import PLAIN, Resolver, SplitError, Unquantized
 
 NVFP4_BLOCK = 16
+SCALE_DTYPE = "F8_E4M3"
 # Marlin, the kernel of cards without native FP4 and of W4A16, works in tiles of 64; others pad.
 TILE = 64
 
@@ -90,8 +91,16 @@ def _matrix(group: Group, severity: Severity, *, any_scale: bool) -> Iterator[Fi
             if unit.area is not Area.VISUAL:
                 says = f"{module.name} is packed and has no scales"
                 yield Finding(severity=level, code="missing-scale", name=module.name, says=says, topic=topic)
-    rows = [module.matrix.shape[0] for module in modules if module.matrix and len(module.matrix.shape) == 2]
-    inputs = [2 * module.matrix.shape[1] for module in modules if module.matrix and len(module.matrix.shape) == 2]
+    for module in modules:
+        if fault := _scale_fault(module):
+            yield Finding(severity=severity, code="scale-shape", name=module.name, says=fault, topic=topic)
+    shapes = [module.matrix.shape for module in modules if module.matrix is not None]
+    if flat := next((shape for shape in shapes if len(shape) < 2 or not all(shape)), None):
+        says = f"{unit.name} holds a packed matrix of shape {list(flat)}: no NVFP4 kernel takes it"
+        yield Finding(severity=severity, code="kernel-dims", name=unit.name, says=says, topic=topic)
+        return
+    rows = [shape[0] for shape in shapes if len(shape) == 2]
+    inputs = [2 * shape[1] for shape in shapes if len(shape) == 2]
     if not rows:
         return
     outputs = rows[0] if unit.leaf == "experts" else sum(rows)
@@ -102,3 +111,17 @@ def _matrix(group: Group, severity: Severity, *, any_scale: bool) -> Iterator[Fi
         size = f"{outputs:,} outputs and {inputs[0]:,} inputs"
         says = f"{unit.name} has {size}, not multiples of {TILE}: Marlin cannot take it, other kernels pad"
         yield Finding(severity=Severity.WARNING, code="odd-dims", name=unit.name, says=says, topic=topic)
+
+
+def _scale_fault(module: Module) -> str | None:
+    """What is wrong with the block scales of a packed matrix: there is one E4M3 number for 16 values of a row."""
+    matrix, scale = module.matrix, module.tensors.get("weight_scale")
+    if matrix is None or scale is None or len(scale.shape) != len(matrix.shape):
+        return None
+    if scale.dtype == SCALE_DTYPE and scale.shape[:-1] == matrix.shape[:-1]:
+        blocks = 2 * matrix.shape[-1] // NVFP4_BLOCK
+        if scale.shape[-1] == blocks or 2 * matrix.shape[-1] % NVFP4_BLOCK:
+            return None
+    wanted = [*matrix.shape[:-1], 2 * matrix.shape[-1] // NVFP4_BLOCK]
+    seen = f"{scale.dtype} {list(scale.shape)}"
+    return f"the scales of {module.name} are {seen}, for this matrix they have to be {SCALE_DTYPE} {wanted}"

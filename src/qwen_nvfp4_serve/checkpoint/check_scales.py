@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
+from qwen_nvfp4_serve.checkpoint.check_modules import SeverityOf
 from qwen_nvfp4_serve.checkpoint.contents import Contents, Group, Module
 from qwen_nvfp4_serve.checkpoint.faults import Finding, Severity
 from qwen_nvfp4_serve.checkpoint.header import Tensor
+from qwen_nvfp4_serve.checkpoint.naming import area_of
 from qwen_nvfp4_serve.checkpoint.source import Source
 
 # Below this the difference is rounding of the scale itself.
@@ -15,14 +18,22 @@ RATIO_TOLERANCE = 1.001
 SAMPLES = 3
 
 
-def check_scales(source: Source, contents: Contents) -> Iterator[Finding]:
-    """One finding for each fused group whose parts have unequal global scales, with the largest ratio of all first."""
+def check_scales(source: Source, contents: Contents, severity_of: SeverityOf) -> Iterator[Finding]:
+    """One finding for each fused group whose parts have unequal global scales, with the largest ratio of all first.
+
+    A scale among them that is negative, infinite or no number is one of its own.
+    """
     fused = [parts for group in _chosen(source, contents) for parts in _fused_parts(group)]
     scales: list[Tensor] = [module.global_scale for parts in fused for module in parts if module.global_scale]
     values = iter(source.read_scalars(scales))
     found = []
     for parts in fused:
         numbers = [next(values) for _ in parts]
+        for module, number in zip(parts, numbers, strict=True):
+            if number is not None and not 0 <= number < inf:
+                says = f"the global scale of {module.name} is {number:g}"
+                level = severity_of(area_of(module.name))
+                yield Finding(severity=level, code="bad-scale", name=module.name, says=says)
         known = [number for number in numbers if number]
         if len(known) == len(parts) and min(known) > 0 and max(known) / min(known) > RATIO_TOLERANCE:
             found.append((max(known) / min(known), parts))

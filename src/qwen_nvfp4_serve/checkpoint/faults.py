@@ -44,6 +44,8 @@ DO = {
     "nvfp4-in-name-only": "Choose an export with packed weights: this one is as large as the BF16 original.",
     "undeclared": "Restore quantization_config in config.json or hf_quant_config.json.",
     "missing-scale": "Download the shard again, or choose another export: without its scale a matrix is noise.",
+    "scale-shape": "Download the shard again, or choose another export: vLLM could not load this matrix.",
+    "bad-scale": "Download the shard again, or choose another export: every answer would be noise.",
     "unequal-scales": "Keep NVFP4_BACKEND=auto: stock vLLM takes one scale for all parts, row-scaled ones are exact.",
     "quantized-mtp-fc": "Set SPECULATIVE_TOKENS=0: drafts from a quantized mtp.fc are never accepted.",
     "gated-q-proj": "Compare answers with an export that keeps attention in FP8 or BF16.",

@@ -74,7 +74,7 @@ def inspect_source(
 
     if resolver is not None:
         findings += _named_only(list(check_modules(contents, resolver, severity_of)), contents)
-        findings += check_scales(source, contents)
+        findings += check_scales(source, contents, severity_of)
         findings += _check_extras(contents, resolver, dims, severity_of)
     if speculative_tokens and not contents.has_mtp:
         findings.append(
