@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from qwen_nvfp4_serve import fetch as fetching
 from qwen_nvfp4_serve.cli import doctor, fetch, inspect, plan
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.hub import find_repo
 
 PLAN_KEYS = {
     *("model", "gpu", "fits", "max_model_len", "block_size_tokens", "blocks_per_request", "pool_blocks", "pool_tokens"),
@@ -158,6 +160,47 @@ def test_fetch_of_the_embedded_model_has_nothing_to_do_and_says_so_in_one_line(
     code, output = run("fetch", *words)
     assert (code, len(output.splitlines())) == (0, 1)
     assert output.startswith("nothing to download: embedded")
+
+
+@pytest.mark.parametrize("command", ["doctor", "fetch"])
+def test_env_file_that_is_named_and_missing_is_wrong_use(command: str, tmp_path: Path) -> None:
+    code, output = run(command, "--env-file", tmp_path / "mistyped.env")
+    assert code == 2
+    assert "is not there" in output
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, lambda path: path.symlink_to("nowhere")])
+def test_doctor_env_that_is_no_file_is_a_failed_check(
+    make: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(tmp_path / ".env")
+    _, diagnosis = run_json("doctor")
+    (check,) = (check for check in diagnosis["checks"] if check["id"] == "env")
+    assert not check["ok"]
+    assert ".env" in check["says"]
+
+
+def test_doctor_counts_a_wrong_variable_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KV_CACHE_DTYPE", "int8")
+    _, diagnosis = run_json("doctor")
+    assert "KV_CACHE_DTYPE" in next(check["says"] for check in diagnosis["checks"] if check["id"] == "env")
+
+
+def test_inspect_of_a_repository_sends_the_token_of_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_sound(tmp_path / "model")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text("HF_TOKEN=hf_of_env\n")
+    seen: list[str | None] = []
+    monkeypatch.setattr("qwen_nvfp4_serve.hub.find_repo", lambda _name, _revision, token: seen.append(token) or repo)
+    with serve(files) as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
+        repo = find_repo(REPO)
+        assert run("inspect", REPO)[0] == 0
+        assert run("plan", "--model", REPO)[0] == 0
+    assert seen == ["hf_of_env", "hf_of_env"]
 
 
 def test_plan_of_a_folder_takes_its_dims(tmp_path: Path) -> None:

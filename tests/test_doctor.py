@@ -103,6 +103,9 @@ RULES: list[tuple[str, dict[str, Any], bool, str]] = [
     ("env", {"env": "PORT=8001\n"}, True, "without complaint"),
     ("env", {"env": "PORT=8001\r\nMAX_NUM_SEQS=2\r\n"}, True, "PORT, MAX_NUM_SEQS"),
     ("env", {"env": "PORT=eight\n"}, False, "PORT"),
+    ("env", {"env_fault": "PORT: seen '0'"}, False, "PORT"),
+    ("env", {"env": "PORT=8001\n", "env_fault": "DEVICE: seen 'tpu'"}, False, "DEVICE"),
+    ("env", {"env": "PORT=x\n", "env_fault": "DEVICE: seen 'tpu'"}, False, "PORT"),
     ("env", {"env": "PORT=8001\nPORT=8002\n"}, True, "lines 1 and 2"),
     ("env", {"env": "BIND_HOST=0.0.0.0\n"}, False, "VLLM_API_KEY"),
     ("env", {"env": "BIND_HOST=0.0.0.0\nVLLM_API_KEY=x\n"}, True, "without complaint"),
@@ -209,7 +212,7 @@ def test_every_check_survives_every_single_fact() -> None:
 def gathered(cache: Path, **values: Any) -> Facts:
     """Facts of this machine, for a cache folder that is not there yet."""
     asked: dict[str, Any] = {"env_text": None, "model": None, "tensor_parallel": 1, "port": 1, "has_token": False}
-    asked |= {"served_names": ("embedded",), "api_key": "secret"}
+    asked |= {"env_fault": None, "served_names": ("embedded",), "api_key": "secret"}
     return host_probes.gather(cache=cache, environ={}, **asked | values)
 
 

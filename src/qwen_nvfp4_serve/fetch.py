@@ -94,7 +94,7 @@ def _fetch(
     except HubUnreachableError as error:
         if local is None:
             raise
-        notice = f"{error.sentence()}; using the copy of {local.name[:12]} that is here"
+        notice = f"{error.sentence()} What is used is the copy of {local.name[:12]} that is here."
         return Fetched(folder=local, commit=local.name, notice=notice)
     blobs = _wanted(repo, store)
     if "config.json" not in blobs:

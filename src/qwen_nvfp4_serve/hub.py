@@ -111,7 +111,8 @@ def _status(error: Exception) -> int | None:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")[:200]
+    line = next(iter(str(error).strip().splitlines()), "")
+    return re.sub(r"^\[Errno -?\d+\] ", "", line)[:200]
 
 
 def api(token: str | None = None) -> HfApi:

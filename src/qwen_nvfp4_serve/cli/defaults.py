@@ -5,7 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from qwen_nvfp4_serve.settings import Settings
+
+
+def settings_of(env_file: Path | None) -> Settings:
+    """The settings of `env_file`, which has to be there; None: of `.env`, which need not. Raises UsageError."""
+    from qwen_nvfp4_serve.settings import ENV_FILE, load_settings
+
+    return load_settings(env_file or ENV_FILE, required=env_file is not None).settings
+
+
+def hub_token() -> str | None:
+    """HF_TOKEN as `serve` would read it; None leaves the library its own saved one."""
+    token = settings_of(None).hf_token
+    return token.get_secret_value() if token else None
 
 
 def default_model(settings: Settings, *, for_card: bool = False) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +14,6 @@ import typer
 if TYPE_CHECKING:
     from qwen_nvfp4_serve.doctor import Check, Diagnosis, Facts
 
-ENV_FILE = Path(".env")
 EXIT_FAILED, EXIT_UNSUPPORTED = 1, 3
 
 
@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
 def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
     facts: Path | None = typer.Option(None, help="Judge the facts of this JSON file instead of this host."),
-    env_file: Path = typer.Option(ENV_FILE, help="File with KEY=value lines."),
+    env_file: Path | None = typer.Option(None, help="File with KEY=value lines instead of .env."),
 ) -> None:
     """Check driver, card, memory, containers, disk, access, versions and settings.
 
@@ -52,20 +52,26 @@ def _read(path: Path) -> Facts:
     return facts_from(given)
 
 
-def _gather(env_file: Path) -> Facts:
+def _gather(named: Path | None) -> Facts:
     from qwen_nvfp4_serve.doctor.probes import gather
     from qwen_nvfp4_serve.errors import UsageError
     from qwen_nvfp4_serve.models import MODEL_NAMES
-    from qwen_nvfp4_serve.settings import Settings, load_settings
+    from qwen_nvfp4_serve.settings import ENV_FILE, Settings, load_settings
 
-    text = env_file.read_bytes().decode(errors="replace") if env_file.is_file() else None
+    env_file = named or ENV_FILE
+    if named is not None and not named.exists():
+        raise UsageError(f"{named} is not there", do="Name a file with KEY=value lines.")
+    text, fault = None, None
+    with suppress(OSError):
+        text = env_file.read_bytes().decode(errors="replace") if env_file.is_file() else None
     try:
         settings = load_settings(env_file).settings
-    except UsageError:
-        settings = Settings()  # the env check will say what is wrong; the rest is judged with the defaults
+    except UsageError as error:
+        settings, fault = Settings(), error.sentence()  # the rest is judged with the defaults
     home = Path(settings.hf_home).expanduser() if settings.hf_home else Path.home() / ".cache" / "huggingface"
     return gather(
         env_text=text,
+        env_fault=fault,
         model=settings.model,
         tensor_parallel=settings.tensor_parallel,
         port=settings.port,

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from qwen_nvfp4_serve.fetch import Progress
 
-ENV_FILE = Path(".env")
 LINE_EVERY_S = 10.0  # between lines when nobody watches a terminal
 
 
@@ -26,18 +25,17 @@ def register(app: typer.Typer) -> None:
 def fetch(
     model: str | None = typer.Argument(None, help="Catalogue name or hub id. Unset: what serve would take here."),
     revision: str | None = typer.Option(None, help="Hub revision. Unset: REVISION, the catalogue's, or main."),
-    env_file: Path = typer.Option(ENV_FILE, help="File with KEY=value lines."),
+    env_file: Path | None = typer.Option(None, help="File with KEY=value lines instead of .env."),
 ) -> None:
     """Download a checkpoint into the hub cache; run it again after any interruption, it goes on where it stopped."""
     from rich.console import Console
 
-    from qwen_nvfp4_serve.cli.defaults import default_model
+    from qwen_nvfp4_serve.cli.defaults import default_model, settings_of
     from qwen_nvfp4_serve.errors import UsageError
     from qwen_nvfp4_serve.fetch import fetch as download
     from qwen_nvfp4_serve.models import resolve_model
-    from qwen_nvfp4_serve.settings import load_settings
 
-    settings = load_settings(env_file).settings
+    settings = settings_of(env_file)
     ref = resolve_model(default_model(settings) if model is None else model)
     if ref.path is not None:
         what = f"{ref.path} is a folder on this disk: nothing to download"

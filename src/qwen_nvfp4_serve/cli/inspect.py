@@ -46,9 +46,10 @@ def _report(given: str, revision: str | None, *, speculative_tokens: int, vision
     ref = resolve_model(given)
     if ref.repo is None:
         return inspect_folder(ref.path or EMBEDDED, speculative_tokens=speculative_tokens, vision=vision)
+    from qwen_nvfp4_serve.cli.defaults import hub_token
     from qwen_nvfp4_serve.hub import open_repo
 
-    source = open_repo(ref.repo, revision=revision or ref.revision)
+    source = open_repo(ref.repo, revision=revision or ref.revision, token=hub_token())
     known = knows_type(str(source.config.get("model_type")))
     return inspect_source(source, speculative_tokens=speculative_tokens, vision=vision, knows_type=known)
 

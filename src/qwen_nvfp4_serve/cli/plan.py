@@ -107,10 +107,9 @@ def plan(
 
 
 def _default(*, for_card: bool) -> str:
-    from qwen_nvfp4_serve.cli.defaults import default_model
-    from qwen_nvfp4_serve.settings import ENV_FILE, load_settings
+    from qwen_nvfp4_serve.cli.defaults import default_model, settings_of
 
-    return default_model(load_settings(ENV_FILE).settings, for_card=for_card)
+    return default_model(settings_of(None), for_card=for_card)
 
 
 def _bytes(size_gib: float) -> int:
@@ -136,9 +135,10 @@ def _plan_model(given: str) -> PlanModel:
         return plan_model(inspect_folder(EMBEDDED), ref.row.name)
     if ref.path is not None:
         return plan_model(inspect_folder(ref.path), ref.path.resolve().name)
+    from qwen_nvfp4_serve.cli.defaults import hub_token
     from qwen_nvfp4_serve.hub import open_repo
 
-    return plan_model(inspect_source(open_repo(ref.repo or given)), given)
+    return plan_model(inspect_source(open_repo(ref.repo or given, token=hub_token())), given)
 
 
 def _as_json(planned: Plan, instead: tuple[str, ...]) -> dict[str, object]:

@@ -16,7 +16,8 @@ class Facts:
 
     driver: NVIDIA's version. cuda_image: CUDA version of the image or runtime to be used. gpu: name of the card, "" for
     a host without one. compat_libs: CUDA forward-compatibility libraries are on the library path. torch_arch_list: what
-    the installed torch was built for. gpu_processes: who holds the card's memory. env: text of the .env file.
+    the installed torch was built for. gpu_processes: who holds the card's memory. env: text of the .env file;
+    env_fault: why the settings cannot be read, the environment's counted in.
     cache_uid, cache_gid, mode: owner, group and octal mode of the hub cache; run_uid, run_gids: who will serve.
     gated: the repository asks for access; hf_token: a token is set; hf_status: what the hub answered to it.
     port_holder: what listens on the port, "" for nothing; port_own: it is a server of ours.
@@ -42,6 +43,7 @@ class Facts:
     shm_mib: int | None = None
     tensor_parallel: int | None = None
     env: str | None = None
+    env_fault: str | None = None
     model: str | None = None
     disk_free_gib: float | None = None
     download_gib: float | None = None

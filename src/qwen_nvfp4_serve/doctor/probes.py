@@ -29,6 +29,7 @@ ANSWER_S = 1.0  # for a list of models
 def gather(
     *,
     env_text: str | None,
+    env_fault: str | None,
     model: str | None,
     tensor_parallel: int,
     port: int,
@@ -43,7 +44,13 @@ def gather(
     served_names, api_key: model ids of our servers, and the key that one may ask for.
     cache: the hub cache folder, which need not exist. environ: for variables of other programs (CUDA, nvcc, vLLM).
     """
-    given: Values = {"env": env_text, "model": model, "tensor_parallel": tensor_parallel, "hf_token": has_token}
+    given: Values = {
+        "env": env_text,
+        "env_fault": env_fault,
+        "model": model,
+        "tensor_parallel": tensor_parallel,
+        "hf_token": has_token,
+    }
     jobs = environ.get("MAX_JOBS", "").strip()
     given |= {"max_jobs": int(jobs) if jobs.isdigit() else None, "port": port, "cpu_count": os.cpu_count()}
     probes: tuple[Callable[[], Values], ...] = (

@@ -26,29 +26,35 @@ HUB_ADVICE = {
 
 
 def check_env(facts: Facts) -> Check | None:
-    """The .env file, as `serve` will read it."""
-    if facts.env is None:
-        return None
+    """The .env file, as `serve` will read it; then what the environment adds to it."""
+    of_file = _check_env_text(facts.env) if facts.env is not None else None
+    if facts.env_fault is None or (of_file is not None and not of_file.ok):
+        return of_file
+    fault = facts.env_fault
+    return Check(id="env", ok=False, seen="a wrong setting", needed="known settings", says=fault, do=fault)
+
+
+def _check_env_text(text: str) -> Check:
     from qwen_nvfp4_serve.settings import load_settings
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / ".env"
-        path.write_bytes(facts.env.encode())
+        path.write_bytes(text.encode())
         try:
             loaded = load_settings(path, environ={})
             _check_meaning(loaded.settings)
         except UsageError as error:
-            text = error.sentence().replace(str(path), ".env")
+            says = error.sentence().replace(str(path), ".env")
             return Check(
                 id="env",
                 ok=False,
                 seen=error.seen or ".env",
                 needed=error.expected or "known settings",
-                says=text,
-                do=error.do or text,
+                says=says,
+                do=error.do or says,
             )
     notices = list(loaded.notices)
-    if not notices and (keys := _windows_lines(facts.env)):
+    if not notices and (keys := _windows_lines(text)):
         notices.append(f"{', '.join(keys)}: the line ends in a carriage return (a file saved on Windows), stripped")
     return passed("env", "read", "known settings", "; ".join(notices) or ".env is read without complaint")
 
