@@ -46,7 +46,7 @@ def check_temporary() -> None:
         tempfile.gettempdir()
     except FileNotFoundError:
         raise UsageError(
-            "/tmp cannot be written", expected="a folder in memory",
+            "/tmp cannot be written", expected="a folder in memory with room",
             do="Use docker-compose.yml (docker run: --tmpfs /tmp:exec,mode=1777).",
         ) from None  # fmt: skip
 

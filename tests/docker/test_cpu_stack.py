@@ -119,6 +119,7 @@ def test_engine_that_hangs_is_unhealthy_although_health_says_200_then_ended_and_
     assert "HANG_TIMEOUT_S=60" in last_failure(stack, lives + 1)
 
 
+@pytest.mark.slow
 def test_supervisor_that_is_killed_ends_the_container_and_it_serves_again(stack: Stack) -> None:
     lives = stack.inspect()["RestartCount"]
     send(stack, "KILL", "qwen-nvfp4")
