@@ -189,10 +189,10 @@ def spans_for(config: Any, *, rounds: bool) -> tuple[Span, ...]:
 def admitted_experts(shape: Shape) -> Table:
     """What admission found on this worker's card, logged once."""
     from qwen_nvfp4_serve.kernels.admission import EXPERTS as NAMES
-    from qwen_nvfp4_serve.kernels.admission import EXPERTS_SPEC, admit
+    from qwen_nvfp4_serve.kernels.admission import EXPERTS_LIMITS, EXPERTS_SPEC, admit
 
     card, device = gpu_nvfp4_linear.this_card()
-    table = admit((shape,), card=card, device=device, names=NAMES, spec=EXPERTS_SPEC)
+    table = admit((shape,), card=card, device=device, names=NAMES, spec=EXPERTS_SPEC, limits=EXPERTS_LIMITS)
     gpu_nvfp4_linear.log_table("expert", card.name, table)
     return table
 

@@ -13,7 +13,7 @@ from qwen_nvfp4_serve.dims import dims_from_config
 from qwen_nvfp4_serve.errors import UnsupportedHostError
 from qwen_nvfp4_serve.host import Gpu, detect_gpus
 from qwen_nvfp4_serve.kernels import build
-from qwen_nvfp4_serve.kernels.admission import EXPERTS, EXPERTS_SPEC, Table, admit, store, summary
+from qwen_nvfp4_serve.kernels.admission import EXPERTS, EXPERTS_LIMITS, EXPERTS_SPEC, Table, admit, store, summary
 from qwen_nvfp4_serve.kernels.admission.shapes import experts_shapes, linear_shapes
 from qwen_nvfp4_serve.kernels.admission.table import to_json
 from qwen_nvfp4_serve.preflight import read_config
@@ -48,7 +48,8 @@ def kernels(
         dims = dims_from_config(read_config(config))
         admit(linear_shapes(dims, tensor_parallel), card=cards[0], directory=directory)
         if shapes := experts_shapes(dims, tensor_parallel):
-            admit(shapes, card=cards[0], directory=directory, names=EXPERTS, spec=EXPERTS_SPEC)
+            spec, limits = EXPERTS_SPEC, EXPERTS_LIMITS
+            admit(shapes, card=cards[0], directory=directory, names=EXPERTS, spec=spec, limits=limits)
     found = report(cards, store.kept(directory))
     if json_:
         typer.echo(json.dumps(found, indent=2))

@@ -48,9 +48,14 @@ def zero_experts() -> ExpertWeights:
     )
 
 
-def test_tile_grows_with_the_pairs_of_an_expert() -> None:
-    chosen = [large_m.tile_for(tokens, 8, 256).rows for tokens in (1, 512, 513, 2048, 2049, 8192)]
-    assert chosen == [16, 16, 64, 64, 128, 128]
+@pytest.mark.parametrize(
+    ("capability", "rows"), [((9, 0), [16, 16, 64, 64, 128, 128]), ((12, 0), [16, 16, 64, 64, 64, 64])]
+)
+def test_tile_grows_with_the_pairs_of_an_expert_as_far_as_the_card_has_it(
+    capability: tuple[int, int], rows: list[int]
+) -> None:
+    tiles = large_m.tiles_of(capability)
+    assert [large_m.tile_for(average, tiles).rows for average in (0.03, 16, 16.1, 64, 65, 256)] == rows
 
 
 def test_workspace_is_bounded_whatever_the_tokens() -> None:
@@ -108,7 +113,7 @@ card = int(sys.argv[1])
 pointers = {"split": "*bf16", "middle": "*bf16", "order": "*i32", "block_expert": "*i32", "packed": "*u8",
             "scales": "*u8", "gate_scale": "*fp32", "up_scale": "*fp32", "down_scale": "*fp32", "pair_output": "*fp32"}
 aligned = {"hidden", "width", "scale_bytes", "gate_row", "up_row"}
-for tile in large_m.TILES:
+for tile in large_m.tiles_of((card // 10, card % 10)):
     for kernel in (large_m_kernels.gate_up, large_m_kernels.down):
         fixed = {"ROWS": tile.rows, "COLUMNS": tile.columns, "BYTES": large_m.STEP_BYTES}
         names = kernel.arg_names
@@ -135,7 +140,7 @@ def test_kernels_compile_for_the_card_and_fit_its_shared_memory(card: int) -> No
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 2 * len(large_m.TILES)
+    assert len(rows) == 2 * len(large_m.tiles_of((card // 10, card % 10)))
     for row in rows:
         assert row["products"] > 0, row
         assert row["bytes"] > 0, row

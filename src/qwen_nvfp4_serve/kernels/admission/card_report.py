@@ -38,7 +38,7 @@ ENGINE: Mapping[str, Any] = {
 }
 LABELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "stock": ("stock", {"linear_backend": "marlin", "moe_backend": "marlin"}),
-    "ours": ("hybrid", {"moe_backend": "marlin"}),
+    "ours": ("hybrid", {}),
 }
 
 

@@ -11,6 +11,7 @@ Tokens beyond what WORKSPACE_BYTES holds are served in several rounds. Needs Tri
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -38,12 +39,14 @@ class Tile:
     stages: int
 
 
-# Chosen so that all fit the registers and the 99 KB of shared memory of compute capability 12.0; not tuned on any card.
+# Chosen by registers and shared memory, of which compute capability 12.0 has 99 KB; not tuned on any card. The last one
+# spills hundreds of bytes where products are not `wgmma`, which compute capability 9.0 alone has.
 TILES = (
     Tile(rows=16, columns=64, warps=4, stages=4),
-    Tile(rows=64, columns=64, warps=4, stages=3),
+    Tile(rows=64, columns=128, warps=8, stages=3),
     Tile(rows=128, columns=64, warps=8, stages=3),
 )
+WGMMA_MAJOR = 9
 
 
 def unavailable() -> str | None:
@@ -61,10 +64,14 @@ def supports(capability: tuple[int, int], hidden: int, intermediate: int) -> str
     return None
 
 
-def tile_for(tokens: int, top_k: int, experts: int) -> Tile:
+def tiles_of(capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """Those in use on a card of this compute capability, smallest first."""
+    return TILES if capability[0] == WGMMA_MAJOR else TILES[:-1]
+
+
+def tile_for(average: float, tiles: Sequence[Tile]) -> Tile:
     """The smallest tile that holds the pairs an expert has on average, the largest where none does."""
-    average = tokens * top_k / experts
-    return next((tile for tile in TILES if average <= tile.rows), TILES[-1])
+    return next((tile for tile in tiles if average <= tile.rows), tiles[-1])
 
 
 def workspace_bytes(tokens: int, top_k: int, hidden: int, intermediate: int) -> int:
@@ -96,7 +103,7 @@ def experts(
     x: bf16 [M, H]. topk_ids: int32 [M, k], an id outside 0..E-1 adds nothing. topk_weights: float32 [M, k].
     tile: instead of the one chosen for M. Raises UsageError for shapes, dtypes or sizes that are not served.
     """
-    _check(x, weights, topk_ids, topk_weights)
+    tiles = tiles_of(_check(x, weights, topk_ids, topk_weights))
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
     tokens, top_k = topk_ids.shape
     if tokens == 0:
@@ -105,7 +112,7 @@ def experts(
     size = -(-tokens // rounds)
     for first in range(0, tokens, size):
         part = slice(first, min(first + size, tokens))
-        chosen = tile or tile_for(part.stop - part.start, top_k, weights.experts)
+        chosen = tile or tile_for((part.stop - part.start) * top_k / weights.experts, tiles)
         rows, ids, shares = (tensor[part].contiguous() for tensor in (x, topk_ids, topk_weights))
         _round(rows, ids, shares, weights, y[part], chosen)
     return y
@@ -114,10 +121,11 @@ def experts(
 def warm_up(weights: ExpertWeights, top_k: int) -> None:
     """Compiles every tile for these weights, so that no call does it later, least of all inside a graph capture."""
     device = weights.w13.device
+    capability = torch.cuda.get_device_capability(device)
     x = torch.zeros(1, weights.hidden, dtype=torch.bfloat16, device=device)
     ids = torch.arange(top_k, dtype=torch.int32, device=device).unsqueeze(0)
     shares = torch.ones(1, top_k, device=device)
-    for tile in TILES:
+    for tile in tiles_of(capability):
         experts(x, weights, ids, shares, tile=tile)
 
 
@@ -222,7 +230,8 @@ def _kernels() -> ModuleType:
     return large_m_kernels
 
 
-def _check(x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: torch.Tensor) -> None:
+def _check(x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: torch.Tensor) -> tuple[int, int]:
+    """The card's compute capability. Raises UsageError for what is not served."""
     capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else OLDEST_CAPABILITY
     reason = weights.problem() or supports(capability, weights.hidden, weights.intermediate)
     if reason is not None:
@@ -236,3 +245,4 @@ def _check(x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: t
         raise UsageError(
             "topk_weights", seen=f"{shares.dtype} {tuple(shares.shape)}", expected=f"float32 {tuple(ids.shape)}"
         )
+    return capability

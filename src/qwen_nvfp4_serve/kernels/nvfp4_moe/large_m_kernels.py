@@ -20,7 +20,8 @@ import triton.language as tl
 UNSCALE = tl.constexpr(2.0**22)
 
 
-@triton.jit
+# Numbers that follow M are not compiled in: a new one would be compiled when a request brings it.
+@triton.jit(do_not_specialize=["pairs"])
 def count_pairs(ids, counts, pairs, CHUNK: tl.constexpr):
     """counts[e] = how many of ids[0 .. pairs-1] are e, for the program's expert e."""
     expert = tl.program_id(0)
@@ -31,7 +32,7 @@ def count_pairs(ids, counts, pairs, CHUNK: tl.constexpr):
     tl.store(counts + expert, tl.sum(found))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "blocks"])
 def place_pairs(
     ids,
     counts,
