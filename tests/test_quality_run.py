@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 from tests.quality_stand_in import Json, Script, message_of, scripted
@@ -21,6 +22,7 @@ from tests.quality_stand_in import Json, Script, message_of, scripted
 from qwen_nvfp4_serve import cli
 from qwen_nvfp4_serve.bench.server import describe_server
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.quality import client
 from qwen_nvfp4_serve.quality.result import FILE, Outcome, Result, read_result, result_schema
 from qwen_nvfp4_serve.quality.runner import NO_LOGPROBS, Order, run_quality
 from qwen_nvfp4_serve.quality.task import Exam
@@ -130,6 +132,18 @@ def test_run_each_failure_is_a_miss_with_its_reason(spoil: Spoil, reason: str, d
     assert result.complete
     assert reasons(result) == {reason}
     assert all(outcome.miss and detail in outcome.miss.detail for outcome in result.outcomes)
+
+
+def test_run_body_without_end_is_a_bad_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MOST_BYTES", 5000)
+    result = ask(Script(spoil=but_the_first(answers(200, b"x" * 6000))), SUMS)
+    assert reasons(result) == {"bad answer"}
+    assert result.complete
+
+
+def test_lost_body_that_cannot_be_decoded_is_a_bad_answer() -> None:
+    assert client._lost(httpx.DecodingError("not gzip")).reason == "bad answer"
+    assert client._lost(httpx.ReadError("")).reason == "dropped"
 
 
 def test_run_cut_answer_is_truncated() -> None:

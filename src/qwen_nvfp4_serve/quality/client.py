@@ -33,30 +33,38 @@ def thinking_words(thinking: Thinking) -> dict[str, Any]:
 
 async def ask(target: Target, body: Mapping[str, Any]) -> Answer | Failure:
     """The whole answer to one request within the target's time."""
-    content = json.dumps({"model": target.model, **body}).encode()
-    url, headers = target.base_url + PATHS["chat"], {"Content-Type": "application/json"}
-    said = bytearray()
     try:
-        async with (
-            asyncio.timeout(target.timeout_s),
-            target.http.stream("POST", url, content=content, headers=headers) as reply,
-        ):
-            async for piece in reply.aiter_bytes():
-                said += piece
-                if len(said) > MOST_BYTES:
-                    return Failure("bad answer", f"more than {MOST_BYTES} bytes", reply.status_code)
-            status = reply.status_code
+        async with asyncio.timeout(target.timeout_s):
+            status, said = await _exchange(target, json.dumps({"model": target.model, **body}).encode())
     except TimeoutError:
         return Failure("timeout", f"no whole answer within {target.timeout_s:g} s")
-    except (httpx.ConnectError, httpx.UnsupportedProtocol) as error:
-        return Failure("no connection", str(error)[:DETAIL_CHARS])
-    except httpx.DecodingError as error:
-        return Failure("bad answer", str(error)[:DETAIL_CHARS])
     except (httpx.HTTPError, httpx.StreamError) as error:
-        return Failure("dropped", (str(error) or type(error).__name__)[:DETAIL_CHARS])
+        return _lost(error)
+    if len(said) > MOST_BYTES:
+        return Failure("bad answer", f"more than {MOST_BYTES} bytes", status)
     if status != httpx.codes.OK:
-        return Failure("HTTP error", f"HTTP {status}: {_message(bytes(said))}", status)
-    return read_answer(bytes(said))
+        return Failure("HTTP error", f"HTTP {status}: {_message(said)}", status)
+    return read_answer(said)
+
+
+async def _exchange(target: Target, content: bytes) -> tuple[int, bytes]:
+    """Status and body; of a body that is too long only a part that is too long too."""
+    said = bytearray()
+    url, headers = target.base_url + PATHS["chat"], {"Content-Type": "application/json"}
+    async with target.http.stream("POST", url, content=content, headers=headers) as reply:
+        async for piece in reply.aiter_bytes():
+            said += piece
+            if len(said) > MOST_BYTES:
+                break
+        return reply.status_code, bytes(said)
+
+
+def _lost(error: httpx.HTTPError | httpx.StreamError) -> Failure:
+    detail = (str(error) or type(error).__name__)[:DETAIL_CHARS]
+    if isinstance(error, httpx.DecodingError):
+        return Failure("bad answer", detail)
+    is_unreached = isinstance(error, httpx.ConnectError | httpx.UnsupportedProtocol)
+    return Failure("no connection" if is_unreached else "dropped", detail)
 
 
 def _message(said: bytes) -> str:
