@@ -30,8 +30,8 @@ def check_files(source: Source) -> Iterator[Finding]:
         yield from _check_numbers([shard.name for shard in source.shards])
     present: dict[str, str] = {}
     for shard in source.shards:
-        if twice := present.keys() & shard.tensors.keys():
-            name = min(twice)
+        if not present.keys().isdisjoint(shard.tensors):
+            name = min(present.keys() & shard.tensors.keys())
             says = f"{name} is in {present[name]} and in {shard.name}"
             yield Finding(severity=Severity.WARNING, code="duplicate", name=shard.name, says=says, topic=shard.name)
         present |= dict.fromkeys(shard.tensors, shard.name)
@@ -58,15 +58,20 @@ def _check_index(source: Source, index: Mapping[str, object], present: Mapping[s
     if not isinstance(weight_map, Mapping) or not weight_map:
         yield _index_finding("weight_map", f"{INDEX_NAME} has no weight_map, so no file would be loaded")
         return
-    for name, wanted in weight_map.items() if present != weight_map else ():
+    if present != weight_map:
+        yield from _differences(weight_map, present)
+    if isinstance(metadata, Mapping) and metadata.get("total_size") is not None:
+        yield from _check_total(source, metadata["total_size"])
+
+
+def _differences(weight_map: Mapping[str, object], present: Mapping[str, str]) -> Iterator[Finding]:
+    for name, wanted in weight_map.items():
         if present.get(name) != wanted:
             where = f"is in {present[name]}" if name in present else "is in none"
             yield _index_finding(name, f"{INDEX_NAME} puts {name} into {wanted}, but it {where}")
     for name in sorted(present.keys() - weight_map.keys()):
         says = f"{name} is in {present[name]}, and {INDEX_NAME} does not name it"
         yield Finding(severity=Severity.WARNING, code="index", name=name, says=says, topic="unnamed")
-    if isinstance(metadata, Mapping) and metadata.get("total_size") is not None:
-        yield from _check_total(source, metadata["total_size"])
 
 
 def _check_total(source: Source, total: object) -> Iterator[Finding]:

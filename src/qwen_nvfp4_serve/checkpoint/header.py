@@ -82,19 +82,20 @@ def parse_header(text: bytes, shard: str, file_bytes: int) -> dict[str, Tensor]:
     _check_metadata(entries.pop("__metadata__", None))
     base, place, in_order = LENGTH_BYTES + len(text), 0, True
     tensors: dict[str, Tensor] = {}
-    sizes: dict[tuple[str, tuple[int, ...]], int] = {}  # of the few shapes that all the tensors share
+    known: dict[tuple[str, tuple[int, ...]], tuple[int, str, tuple[int, ...]]] = {}  # the few kinds that there are
     try:
-        for name, entry in entries.items():
-            dtype, lengths, (first, end) = _FIELDS(entry)
-            shape = (dtype, tuple(lengths))
-            size = sizes.get(shape)
-            if size is None:
-                size = sizes[shape] = _size_bytes(*shape)
+        for name in tuple(entries):
+            dtype, lengths, (first, end) = _FIELDS(entries.pop(name))
+            kind = (dtype, tuple(lengths))
+            found = known.get(kind)
+            if found is None:
+                found = known[kind] = (_size_bytes(*kind), *kind)
+            size, dtype, shape = found  # the same objects for all of a kind
             if end - first != size:
-                raise HeaderError(f"has a header that contradicts itself: {name} of shape {list(lengths)}")
+                raise HeaderError(f"has a header that contradicts itself: {name} of shape {list(shape)}")
             in_order = in_order and first == place
             place = end
-            tensors[name] = _new_tensor((dtype, shape[1], shard, base + first, size))
+            tensors[name] = _new_tensor((dtype, shape, shard, base + first, size))
     except (KeyError, TypeError, ValueError):
         raise HeaderError("has a header with an entry that is no tensor") from None
     if not in_order:
