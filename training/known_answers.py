@@ -38,9 +38,8 @@ class Judged:
     margin: float
 
 
-@torch.no_grad()
-def judge(model: ReferenceModel, encoder: FastEncoder, conversation: Conversation) -> Judged:
-    """Whether greedy decoding gives the last turn exactly, by checking every next token after its true start."""
+def tokens_of(encoder: FastEncoder, conversation: Conversation) -> tuple[list[int], int]:
+    """The whole conversation, and where its last answer starts."""
     pieces = segments(conversation)
     last = max(index for index, (_, trained) in enumerate(pieces[:-1]) if not trained)
     ids: list[int] = []
@@ -48,6 +47,13 @@ def judge(model: ReferenceModel, encoder: FastEncoder, conversation: Conversatio
     for index, (text, _) in enumerate(pieces[:-1]):
         ids += encoder(text)
         start = len(ids) if index == last else start
+    return ids, start
+
+
+@torch.no_grad()
+def judge(model: ReferenceModel, encoder: FastEncoder, conversation: Conversation) -> Judged:
+    """Whether greedy decoding gives the last turn exactly, by checking every next token after its true start."""
+    ids, start = tokens_of(encoder, conversation)
     tokens = torch.tensor([ids + [0] * (-len(ids) % CHUNK)])
     cos, sin = rotary(tokens.shape[1], tokens.device, torch.float32)
     hidden, _ = model.trunk(Rows(tokens, torch.zeros_like(tokens), cos, sin))
@@ -100,7 +106,7 @@ def state_lost_every(tokens: int) -> Iterator[None]:
 
 def list_after_notes(rng: Random, think: bool, boundary: int) -> Conversation:
     """A look-up in notes, then a list to copy, reverse or sort that lies about `boundary` tokens into the prompt."""
-    notes = lookup(rng, "eval", False, keys=12, tokens=rng.randrange(boundary - 240, boundary - 60), questions=1)
+    notes = lookup(rng, "eval", False, keys=12, tokens=rng.randrange(boundary - 200, boundary), questions=1)
     maker = rng.choice((tasks.copy_items, tasks.reverse_items, tasks.sort_items))
     turns = (*notes.turns, *maker(rng, "eval", think).turns)
     return without_old_thinking(Conversation(task=f"across {boundary}", turns=turns))
@@ -112,6 +118,8 @@ def across_boundaries(model: ReferenceModel, encoder: FastEncoder, seed: int) ->
     for index, boundary in enumerate(BOUNDARIES):
         for _ in range(TRIES):
             conversation = list_after_notes(rng, bool(index % 2), boundary)
+            if tokens_of(encoder, conversation)[1] <= boundary:
+                continue
             judged = judge(model, encoder, conversation)
             if not judged.right or judged.margin < MARGIN:
                 continue
