@@ -66,6 +66,21 @@ inline jmp_buf scheduler;
 inline std::function<void()> body;
 inline std::vector<uint4> dynamic;
 
+// What a launch may not see, or may not write, before it has waited for the launch ahead of it.
+struct Watched {
+    int launch;  // counted from the last reset
+    unsigned char* memory;
+    size_t bytes;
+    bool hidden;  // else: not to be written
+    std::vector<unsigned char> kept;
+};
+
+inline std::vector<Watched> watched;
+inline Meeting waiting{0};
+inline int launches = 0, broken_rules = 0;
+inline bool last_first = false;  // the order in which threads run up to where they meet
+inline bool waited, released;
+
 inline Thread& self() { return threads[threadIdx.x]; }
 
 inline void meet(Meeting& meeting) {
@@ -93,6 +108,39 @@ std::array<T, 32> gather(const T& mine) {
     return everyone;
 }
 
+template <class Do>
+void for_watched(Do act) {
+    for (Watched& w : watched)
+        if (w.launch == launches) act(w);
+}
+
+inline void begin_watching() {
+    waited = released = false;
+    for_watched([](Watched& w) {
+        w.kept.assign(w.memory, w.memory + w.bytes);
+        if (w.hidden) std::memset(w.memory, 0xff, w.bytes);  // NaN, or an id of no expert
+    });
+}
+
+// All threads of a CTA wait together, so that none sees what another's wait has uncovered.
+inline void wait() {
+    meet(waiting);
+    if (waited) return;
+    waited = true;
+    for_watched([](Watched& w) {
+        if (w.hidden) {
+            std::memcpy(w.memory, w.kept.data(), w.bytes);
+        } else {
+            broken_rules += std::memcmp(w.memory, w.kept.data(), w.bytes) != 0;
+        }
+    });
+}
+
+inline void release() {
+    broken_rules += !waited;
+    released = true;
+}
+
 inline void start() {
     body();
     self().ended = true;
@@ -112,7 +160,8 @@ inline void run_cta() {
     if (count % 32) std::abort();
     threads = std::vector<Thread>(count);
     warps = std::vector<Warp>(count / 32);
-    all = Meeting{count};
+    all = waiting = Meeting{count};
+    begin_watching();
     for (Thread& thread : threads) {
         thread.stack.reset(new char[stack_bytes]);
         getcontext(&thread.context);
@@ -122,7 +171,8 @@ inline void run_cta() {
     }
     for (int left = count; left > 0;) {
         bool moved = false;
-        for (int i = 0; i < count; ++i) {
+        for (int turn = 0; turn < count; ++turn) {
+            const int i = last_first ? count - 1 - turn : turn;
             Thread& thread = threads[i];
             if (thread.ended || (thread.waits_for && thread.waits_for->generation == thread.generation)) continue;
             thread.waits_for = nullptr;
@@ -136,6 +186,7 @@ inline void run_cta() {
             std::abort();
         }
     }
+    broken_rules += !waited + !released;
 }
 
 }  // namespace emulated
@@ -202,5 +253,6 @@ int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, const Pa
         emulated::body = [&] { kernel(params); };
         emulated::run_cta();
     }
+    ++emulated::launches;
     return cudaSuccess;
 }

@@ -33,8 +33,8 @@ inline void mma(float (&c)[4], Word4 a, uint32_t b0, uint32_t b1) {
     }
 }
 
-inline void wait_for_producer() {}
-inline void release_dependents() {}
+inline void wait_for_producer() { emulated::wait(); }
+inline void release_dependents() { emulated::release(); }
 inline unsigned arrive(unsigned* counter) { return (*counter)++; }
 inline void keep_here(uint32_t&) {}
 inline void* dynamic_shared() { return emulated::dynamic.data(); }
