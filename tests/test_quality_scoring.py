@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.quality_stand_in import STORY
 
+from qwen_nvfp4_serve.quality import degenerate
 from qwen_nvfp4_serve.quality.answer import Answer, Failure, RawCall, read_answer
 from qwen_nvfp4_serve.quality.degenerate import text_fault, token_fault
 from qwen_nvfp4_serve.quality.scoring import is_same, score
@@ -71,6 +73,13 @@ def test_score_right_answer_counts(want: Want, answer: Answer) -> None:
         (WEATHER, Answer(finish_reason="stop"), "empty", "no call"),
         (Prose(), says(""), "empty", "no content"),
         (Prose(), says("I will not."), "too short", "3 words"),
+        (Prose(), says("", reasoning="a story, then"), "empty", "finish_reason stop"),
+        (
+            Prose(),
+            Answer(content="4/Iu4/mV^eg7i08I6:#w-,yi kw]J#<r[~K-;cTkw", finish_reason="length"),
+            "degenerate",
+            "20",
+        ),
         (Number(1), Answer(content="let me see: 1", finish_reason="length", completion_tokens=9), "truncated", "9"),
         (Number(1), Answer(reasoning="so", finish_reason="length"), "truncated", "still thinking"),
         (Number(1), says("</think>\n\n1"), "leaked markup", "</think>"),
@@ -151,6 +160,23 @@ def test_text_fault_degenerate_is_found(text: str, says_what: str) -> None:
 )
 def test_text_fault_dull_text_passes(text: str) -> None:
     assert text_fault(text, is_prose=True) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a story of 东京 and 上海市 and 北京大学 с тех пор και τα λοιπά " + STORY[:40],
+        "x" * 30 + " y" + "z" * 30,
+    ],
+)
+def test_text_fault_garbled_is_found_in_prose_alone(text: str) -> None:
+    assert text_fault(text, is_prose=True) is not None
+    assert text_fault(text) is None
+
+
+def test_text_fault_a_program_passes_as_prose() -> None:
+    assert text_fault(inspect.getsource(degenerate), is_prose=True) is None
+    assert text_fault("In Zürich and São Paulo, café life went on. " + STORY, is_prose=True) is None
 
 
 def test_text_fault_prose_of_the_same_sentences_in_another_order_is_found() -> None:

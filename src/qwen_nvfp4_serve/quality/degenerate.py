@@ -19,6 +19,7 @@ SHORT_LOOP, LONGEST_LOOP, LEAST_LOOPED = 64, 512, 48  # words
 MOST_LOOKED_AT = 65_536  # words of the end in which loops and repeats are looked for, to bound the time
 TAG_TIMES = 8
 WINDOW, LEAST_WORDS, MOST_SEEN = 8, 200, 0.5
+MOST_CHARACTERS, MOST_FOREIGN = 15, 0.2  # of a word on average; share of letters outside ASCII
 BROKEN_CHARACTERS = 3  # a cut answer may end in one or two halves
 
 _RULE = re.compile(r"[\s\-=_*#.~|+:/\\\u2010-\u2015\u2500-\u257f]*")
@@ -28,11 +29,14 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def text_fault(text: str, *, is_prose: bool = False) -> str | None:
-    """How `text` degenerates, in a few words; None if it does not. is_prose: it should also not repeat itself."""
+    """How `text` degenerates, in a few words; None if it does not.
+
+    is_prose: it should also read like English or a program in form, and not repeat itself.
+    """
     words = text.split()[-MOST_LOOKED_AT:]
     checks = (_broken(text), _tags(text), _run_of_characters(text), _run(words, RUN_WORDS, "word"), _loop(words))
     found = next((fault for fault in checks if fault), None)
-    return found or (_repeats(words) if is_prose else None)
+    return found or ((_garbled(words) or _repeats(words)) if is_prose else None)
 
 
 def token_fault(tokens: Sequence[str] | None, impossible: int) -> str | None:
@@ -93,6 +97,16 @@ def _loop(words: Sequence[str]) -> str | None:
         if longest >= needed and not _RULE.fullmatch(block):
             return f"a block of {period} words {longest // period + 1} times in a row: {block[:60]!r}"
     return None
+
+
+def _garbled(words: Sequence[str]) -> str | None:
+    read = [word for word in words if not _RULE.fullmatch(word)]
+    text = "".join(read)
+    if len(text) > MOST_CHARACTERS * len(read):
+        return f"words of {len(text) / len(read):.0f} characters on average"
+    letters = [character for character in text if character.isalpha()]
+    foreign = sum(not character.isascii() for character in letters) / max(1, len(letters))
+    return f"{100 * foreign:.0f} % of its letters are foreign to the question" if foreign > MOST_FOREIGN else None
 
 
 def _repeats(words: Sequence[str]) -> str | None:

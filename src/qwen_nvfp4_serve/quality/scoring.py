@@ -53,13 +53,14 @@ def score(want: Want, answer: Answer | Failure) -> Miss | None:
 
 
 def _nothing_said(want: Want, answer: Answer) -> Miss | None:
-    """An answer with neither content nor call; thinking alone is enough where any text is right."""
-    if answer.content.strip() or answer.calls or (isinstance(want, Prose) and answer.reasoning.strip()):
+    """An answer with neither content nor call; where any text is right, thinking that was cut is one."""
+    is_cut = answer.finish_reason == "length"
+    if answer.content.strip() or answer.calls or (isinstance(want, Prose) and is_cut and answer.reasoning.strip()):
         return None
     leaked = MARKUP.search(answer.reasoning)
     if leaked:
         return Miss("leaked markup", f"{leaked.group()} in the thinking, and nothing after it")
-    if answer.finish_reason == "length" and answer.reasoning:
+    if is_cut and answer.reasoning:
         return Miss("truncated", f"still thinking after {answer.completion_tokens} tokens")
     return Miss("empty", f"no content and no call, finish_reason {answer.finish_reason}")
 
