@@ -136,6 +136,7 @@ RULES: list[tuple[str, dict[str, Any], bool, str]] = [
     ("vllm", {"vllm_version": "0.32.0", "gpu": ""}, True, "inside"),
     ("vllm", {"vllm_version": "0.34.0", "gpu": ""}, False, "outside"),
     ("vllm", {"vllm_version": "0.33.0+cu130", "gpu": "RTX 5090"}, True, "inside"),
+    ("vllm", {"vllm_version": "", "gpu": "RTX 5090"}, True, "not installed here"),
     ("plugin", {"plugins": 0}, False, "0 times"),
     ("plugin", {"plugins": 2}, False, "uninstall"),
     ("plugin", {"plugins": 1}, True, "once"),

@@ -159,7 +159,7 @@ def _show(planned: Plan, instead: tuple[str, ...]) -> None:
     where = f" on {planned.gpu}" if planned.gpu else ""
     verdict = {True: "[green]fits[/]", False: "[red]does not fit[/]", None: "[yellow]not decided[/]"}[planned.fits]
     console.print(f"[bold]{planned.model}[/]{where}: {verdict}")
-    if planned.fits and planned.bytes.headroom is not None:
+    if planned.fits and planned.bytes.headroom is not None and console.color_system:  # its colours are all it says
         console.print(_bar(planned))
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in _rows(planned):

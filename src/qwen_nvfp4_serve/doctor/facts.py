@@ -22,7 +22,8 @@ class Facts:
     gated: the repository asks for access; hf_token: a token is set; hf_status: what the hub answered to it.
     port_holder: what listens on the port, "" for nothing; port_own: it is a server of ours.
     compile_cache_stale: written by another vLLM.
-    plugins: how many of our entry points vLLM would find. kernels: architectures that our kernels are built for.
+    vllm_version: "" where it is not installed. plugins: how many of our entry points vLLM would find.
+    kernels: architectures that our kernels are built for.
     """
 
     driver: str | None = None

