@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 Schema = Mapping[str, Any]
 
+LONGEST_LITERAL = 10_000  # characters
 DEEPEST = 16  # $ref and anyOf are followed this far; a schema may refer to itself
 _ALIASES = {
     "str": "string", "text": "string", "int": "integer", "long": "integer", "float": "number", "double": "number",
@@ -78,6 +81,7 @@ def value_of(text: str, types: frozenset[str]) -> Any:
     wanted = tuple(kind for name, kind in (("object", dict), ("array", list)) if name in types)
     if wanted:
         parsed = parse_json(bare)
+        parsed = parsed if isinstance(parsed, wanted) else parse_python(bare)
         if isinstance(parsed, wanted):
             return parsed
     return text
@@ -102,6 +106,19 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError):
+        return None
+
+
+def parse_python(text: str) -> Any:
+    """The value of a Python literal as JSON has it (`{'a': True}`); None for anything else, and for long texts."""
+    if len(text) > LONGEST_LITERAL:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            value = ast.literal_eval(text)
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
 
 

@@ -6,6 +6,7 @@ earlier tool call are JSON inside a string, which vLLM parses without minding th
 
 from __future__ import annotations
 
+import logging
 import traceback
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from qwen_nvfp4_patches.patch import Need, Patch
 from qwen_nvfp4_patches.processes import serves_http
 
 PARAMETERS = ("message", "err_type", "status_code", "param")
+REGISTER = ("app",)
+# What Python raises for a value of another type or depth, beside the ValueError and TypeError that vLLM expects.
+KINDS = (AttributeError, LookupError, AssertionError, RecursionError)
 TOO_DEEP = "The request nests JSON too deeply to be read: keep tool arguments and schemas to some hundred levels."
 ODD_SHAPE = "The request cannot be read: a field has a value of another type than the API's. Python says: {}"
 # Where FastAPI turns the body into the endpoint's arguments; the endpoint itself runs elsewhere.
@@ -33,11 +37,27 @@ def blaming_the_client(original: Any) -> Any:
     def create_error_response(message: Any, *values: Any, **named: Any) -> Any:
         if isinstance(message, RecursionError):
             message = ValueError(TOO_DEEP)
-        elif isinstance(message, AttributeError | LookupError | AssertionError) and was_reading(message):
-            message = ValueError(ODD_SHAPE.format(message))
+        elif isinstance(message, KINDS):
+            if was_reading(message):
+                message = ValueError(ODD_SHAPE.format(message))
+            else:
+                logging.getLogger("vllm.qwen_nvfp4_patches").error("a request failed", exc_info=message)
         return original(message, *values, **named)
 
     return create_error_response
+
+
+def registering(original: Any) -> Any:
+    """init_exception_handler that handles KINDS too: left to the last resort, each ends the client's connection."""
+
+    def init_exception_handler(app: Any) -> None:
+        from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
+
+        original(app)
+        for kind in KINDS:
+            app.exception_handler(kind)(exception_handler)
+
+    return init_exception_handler
 
 
 def _needed() -> Need:
@@ -51,15 +71,16 @@ def _needed() -> Need:
 
 
 def _apply() -> None:
-    from vllm.entrypoints.serve.exception_handling import error_response
+    from vllm.entrypoints.serve.exception_handling import error_response, register
 
+    seams.replace_function(register, "init_exception_handler", registering, REGISTER)
     seams.replace_function(error_response, "create_error_response", blaming_the_client, PARAMETERS)
 
 
 PATCH = Patch(
     name="unreadable-requests",
     platform=None,
-    changes="create_error_response answers 400 where reading a request exceeded Python's recursion limit or failed on "
+    changes="init_exception_handler and create_error_response answer 400 where reading a request exceeded Python's recursion limit or failed on "
     "a value of another type",
     why="tool arguments of a thousand nested brackets, or a string for `structured_outputs`, are answered with 500 and "
     "a message of the interpreter",

@@ -87,5 +87,15 @@ def test_fault_of_the_endpoint_is_no_fault_of_the_client(stock: Any) -> None:
     assert unreadable_requests.blaming_the_client(stock)(fault_in_reading({})).error.code == 500
 
 
+def test_each_kind_has_a_handler_of_its_own(stock: Any) -> None:
+    from fastapi import FastAPI
+    from vllm.entrypoints.serve.exception_handling import register
+
+    init = register.init_exception_handler
+    app = FastAPI()
+    unreadable_requests.registering(getattr(init, "_qwen_nvfp4_original", init))(app)
+    assert set(unreadable_requests.KINDS) <= set(app.exception_handlers)
+
+
 def test_what_the_patch_takes_for_granted_is_there(stock: Any) -> None:
     assert tuple(inspect.signature(stock).parameters) == unreadable_requests.PARAMETERS
