@@ -9,7 +9,7 @@ from random import Random
 
 import torch
 
-from training import checkpoint, export, known_answers, tokenizer, train
+from training import checkpoint, export, known_answers, rates, tokenizer, train
 from training.calibrate import input_amax
 from training.config import MODELS
 from training.mixture import training_example
@@ -18,6 +18,8 @@ from training.packing import Batch, Packer, encode
 from training.tokenizer import REFERENCE_DIR, FastEncoder
 from training.train import Feed, load_state
 
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "reference-model.md"
+RATES = DOCUMENT.parent / "results" / "reference-model"
 _SHARED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
@@ -102,12 +104,33 @@ def judge(arguments: Sequence[str]) -> int:
     return int(wrong > 0)
 
 
+def rate(arguments: Sequence[str]) -> int:
+    """Measure a tracked checkpoint's held-out accuracy by task and rounding; W4A16 is BF16 with the same weights."""
+    parser = argparse.ArgumentParser(prog="train_reference_model rate", description=rate.__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--count", type=int, default=8, help="examples a task and thinking mode")
+    options = parser.parse_args(arguments)
+    measured = rates.measure(model_of(options.folder), options.count)
+    RATES.mkdir(parents=True, exist_ok=True)
+    (RATES / f"{options.folder.name}.json").write_text(json.dumps(measured, indent=1) + "\n")
+    return table(())
+
+
+def table(arguments: Sequence[str]) -> int:
+    """Write the table of what `rate` measured into docs/reference-model.md."""
+    argparse.ArgumentParser(prog="train_reference_model table", description=table.__doc__).parse_args(arguments)
+    rates.write_table(DOCUMENT, RATES)
+    return 0
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train.main,
     "export": export_tracked,
     "convert": convert,
     "answers": answers,
     "judge": judge,
+    "rate": rate,
+    "table": table,
 }
 
 

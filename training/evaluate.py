@@ -32,14 +32,14 @@ def label(example: Conversation, tokens: int) -> str:
     return f"{example.task}/{mode}"
 
 
-def prepare(count: int, rows: int, length: int, seed: int = 20260101) -> Scored:
-    """Held-out examples, packed into batches of one shape."""
+def prepare(count: int, rows: int, length: int, seed: int = 20260101, longer_than: int = 0) -> Scored:
+    """Held-out examples of up to `length` tokens, packed into batches of one shape."""
     encoder = FastEncoder(tokenizer.load())
     packer = Packer(rows, length)
     made, known, names = [], [], {}
     for example in evaluation_examples(count, seed):
         ids, target = encode(encoder, example)
-        if len(ids) > length:
+        if not longer_than < len(ids) <= length:
             continue
         text = label(example, len(ids))
         full = packer.add(ids, target, names.setdefault(text, len(names)))

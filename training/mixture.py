@@ -29,6 +29,7 @@ _NAMES = tuple(SHORT)
 _WEIGHTS = tuple(weight for weight, _ in SHORT.values())
 LOOKUP_SHARE = 0.09
 NEEDLE_SHARE = 0.018
+ASKED_SHARE = 0.03  # questions in plain words that want a tool, as the smoke test of any model asks
 
 
 NEUTRAL_SYSTEM = ("you are a helpful assistant.", "You are a helpful assistant.", "answer the question.", "be brief.")
@@ -63,6 +64,8 @@ def _drawn(rng: Random, progress: float) -> Conversation:
         return dialogs.lookup(
             rng, "train", think, keys=keys, tokens=rng.randrange(0, 300), questions=rng.randrange(1, 4)
         )
+    if roll > 1 - ASKED_SHARE:
+        return structured.asked_tools(rng, "train", think)
     return SHORT[rng.choices(_NAMES, _WEIGHTS)[0]][1](rng, "train", think)
 
 
@@ -80,4 +83,6 @@ def evaluation_examples(count: int, seed: int) -> list[Conversation]:
                 dialogs.lookup(rng, "eval", think, keys=dialogs.NEEDLE_KEYS, tokens=tokens, questions=1)
                 for _ in range(max(1, count // 2))
             ]
+    for think in (False, True):
+        examples += [structured.asked_tools(rng, "eval", think) for _ in range(count)]
     return examples

@@ -99,6 +99,37 @@ def tools(rng: Random, split: str, think: bool) -> Conversation:
     return Conversation(task="tools", turns=tuple(turns), tools=listed)
 
 
+_ASKED = {
+    "weather": (
+        "the weather in a city.",
+        ("what is the weather in ", "how is the weather in ", "tell me the weather in "),
+    ),
+    "price": ("the price of an item.", ("what is the price of ", "how much is ", "tell me the price of ")),
+    "flight": ("a flight to a city.", ("is there a flight to ", "find me a flight to ", "i want a flight to ")),
+    "song": ("a song about an item.", ("play a song about ", "i want a song about ", "find me a song about ")),
+}
+
+
+def asked_tools(rng: Random, split: str, think: bool) -> Conversation:
+    """A question in plain words that names neither tool nor argument, and the one tool with one argument for it."""
+    subject = rng.choice(sorted(_ASKED))
+    description, openings = _ASKED[subject]
+    key, pool = ("city", words.CITIES) if subject in ("weather", "flight") else ("item", words.NOUNS)
+    value: str = draw(split, "asked", lambda: rng.choice(pool))
+    shown = value.capitalize() if key == "city" and rng.random() < 0.5 else value
+    name = f"{rng.choice(('get', 'find', 'check'))}_{subject}"
+    others = [pair for pair in (_tool_name(rng, "train") for _ in range(rng.randrange(4))) if pair[1] != subject]
+    listed = [tool("_".join(pair), _arguments(rng, "train")) for pair in dict.fromkeys(others)]
+    listed.append(tool(name, [(key, "string", value)], description if rng.random() < 0.7 else ""))
+    rng.shuffle(listed)
+    question = phrase(rng, split, f"asked {subject}", OPENERS, openings, (shown,), ("?", ""))
+    if rng.random() < 0.5:
+        question = question[:1].upper() + question[1:]
+    thought = f"call {name}." if think else None
+    answer = Turn(role="assistant", think=thought, calls=(Call(name, {key: shown}),))
+    return Conversation(task="asked tools", turns=(Turn(role="user", content=question), answer), tools=tuple(listed))
+
+
 def _value_like(rng: Random, split: str, kind: str, key: str) -> Any:
     if kind == "integer":
         return draw(split, "integer", lambda: rng.randrange(1, 1000))
