@@ -241,6 +241,12 @@ def test_inspect_of_nothing_is_wrong_use(tmp_path: Path, words: list[str], monke
     assert run("inspect", *words)[0] == 2
 
 
+def test_inspect_embedded_reads_the_packaged_model() -> None:
+    code, report = run_json("inspect", "embedded")
+    assert (code, report["errors"]) == (0, [])
+    assert report["precision"]["experts"] == "NVFP4 W4A4"
+
+
 def test_inspect_and_plan_of_a_repository_read_headers_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_sound(tmp_path)
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
