@@ -335,6 +335,14 @@ def resolve_model(given: str) -> ModelRef:
     raise _unknown(given, do=f"Did you mean {near[0]}?" if near else None)
 
 
+def resolve_knob(given: str) -> ModelRef:
+    """`resolve_model` for the knob MODEL, which its errors name."""
+    try:
+        return resolve_model(given)
+    except UsageError as error:
+        raise UsageError(f"MODEL: {error.what}", seen=error.seen, expected=error.expected, do=error.do) from None
+
+
 def _unknown(given: str, *, do: str | None) -> UsageError:
     expected = f"one of {', '.join(MODEL_NAMES)}, a folder with config.json, or a hub id owner/name"
     return UsageError("unknown model", seen=printable(repr(given), SHOWN_CHARS), expected=expected, do=do)

@@ -21,7 +21,7 @@ from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.fetch import fetch
 from qwen_nvfp4_serve.host import Gpu, detect_gpus, has_cxx_compiler
 from qwen_nvfp4_serve.launch import DRAIN_MIDDLEWARE, Host, Launch, Model, build_launch
-from qwen_nvfp4_serve.models import DEFAULT_ON_CARD, DEFAULT_WITHOUT_CARD, ModelRef, find_model, resolve_model
+from qwen_nvfp4_serve.models import DEFAULT_ON_CARD, DEFAULT_WITHOUT_CARD, ModelRef, find_model, resolve_knob
 from qwen_nvfp4_serve.planner import Plan, PlanModel
 from qwen_nvfp4_serve.planner.feedback import (
     differences,
@@ -69,7 +69,7 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     preflight.check_exposure(settings, device, vllm_version)
     preflight.check_device_knobs(settings, device)
     preflight.check_plugin()
-    ref = resolve_model(settings.model or (DEFAULT_ON_CARD if device == "cuda" else DEFAULT_WITHOUT_CARD))
+    ref = resolve_knob(settings.model or (DEFAULT_ON_CARD if device == "cuda" else DEFAULT_WITHOUT_CARD))
     model = locate(ref, settings)
     preflight.check_patches(settings, device, model_config(model), vllm_version)
     gpu = detect_gpus(settings.cuda_visible_devices)[0] if device == "cuda" else None

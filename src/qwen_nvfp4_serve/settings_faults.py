@@ -51,7 +51,8 @@ def _expected(field: FieldInfo) -> str:
     if choices := _choices(field):
         return f"{', '.join(choices[:-1])} or {choices[-1]}"
     kind = next((words for of, words in KINDS.items() if of in _types(field.annotation)), "")
-    return " ".join(filter(None, (kind, _range(field)))) if kind else ""
+    limits = _range(field)
+    return kind + (" " if limits.startswith("from") else ", " if limits else "") + limits if kind else ""
 
 
 def _choices(field: FieldInfo) -> list[str]:

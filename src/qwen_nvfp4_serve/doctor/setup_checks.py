@@ -10,7 +10,7 @@ from qwen_nvfp4_serve.doctor.check import Check, failed, passed
 from qwen_nvfp4_serve.doctor.facts import Facts
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.gpus import match_gpu
-from qwen_nvfp4_serve.models import resolve_model
+from qwen_nvfp4_serve.models import resolve_knob
 from qwen_nvfp4_serve.versions import VLLM_GPU, check_vllm, vllm_window
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _check_env_text(text: str) -> Check:
 def _check_meaning(settings: Settings) -> None:
     """Raises UsageError for values of the right form that `serve` refuses. What is on this disk is not looked at."""
     if settings.model and not settings.model.startswith(("/", ".", "~")):
-        resolve_model(settings.model)
+        resolve_knob(settings.model)
     if settings.bind_host not in ("127.0.0.1", "localhost"):
         from qwen_nvfp4_serve.preflight import check_exposure
 
