@@ -80,8 +80,8 @@ def _apply() -> None:
 PATCH = Patch(
     name="unreadable-requests",
     platform=None,
-    changes="init_exception_handler and create_error_response answer 400 where reading a request exceeded Python's recursion limit or failed on "
-    "a value of another type",
+    changes="init_exception_handler and create_error_response answer 400 where reading a request exceeded Python's "
+    "recursion limit or failed on a value of another type",
     why="tool arguments of a thousand nested brackets, or a string for `structured_outputs`, are answered with 500 and "
     "a message of the interpreter",
     upstream="https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/renderers/chat_utils/chat_message.py",
