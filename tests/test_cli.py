@@ -122,6 +122,17 @@ def test_help_lists_every_command(tmp_path: Path) -> None:
         assert name in shown
 
 
+@pytest.mark.parametrize("words", ["plan --gpu rtx-5090", "models", "inspect --help"])
+def test_quick_commands_do_not_import_the_server(tmp_path: Path, words: str) -> None:
+    code = (
+        "import sys\nfrom qwen_nvfp4_serve.cli import main\ntry:\n    main()\nfinally:\n"
+        "    print(*(set(sys.modules) & {'qwen_nvfp4_serve.serve', 'torch', 'vllm', 'httpx'}), file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", code, *words.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stderr.split() == []
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
