@@ -118,6 +118,14 @@ def test_inspect_many_missing_shards_are_one_error(folder: Path) -> None:
     assert "29 more" in fault.says
 
 
+def test_inspect_many_damaged_shards_are_one_error_that_names_them(folder: Path) -> None:
+    names = tuple(f"cut-{i}.safetensors" for i in range(3))
+    for name in names:
+        (folder / name).write_bytes((folder / NAME).read_bytes()[:-1])
+    (fault,) = inspect_folder(folder).errors
+    assert (fault.code, fault.names) == ("shard", names)
+
+
 def test_inspect_tensor_in_two_files_is_a_warning(folder: Path) -> None:
     write_shard(folder / OTHER, plain("lm_head", 64, 64))
     (fault,) = inspect_folder(folder).warnings

@@ -18,14 +18,8 @@ def check_files(source: Source) -> Iterator[Finding]:
     """Findings about shards and the index; a missing tensor is reported only for shards that could be read."""
     broken = [shard for shard in source.shards if shard.reason is not None]
     for shard in broken:
-        is_there = shard.size_bytes is not None
-        yield Finding(
-            severity=Severity.ERROR,
-            code="shard" if is_there else "missing-shard",
-            name=shard.name,
-            says=f"{shard.name} {shard.reason}",
-            topic=shard.name if is_there else "",
-        )
+        code = "shard" if shard.size_bytes is not None else "missing-shard"
+        yield Finding(severity=Severity.ERROR, code=code, name=shard.name, says=f"{shard.name} {shard.reason}")
     if source.index is None:
         yield from _check_numbers([shard.name for shard in source.shards])
     present: dict[str, str] = {}
