@@ -179,20 +179,20 @@ def spans_for(config: Any, *, rounds: bool) -> tuple[Span, ...]:
 
     rounds: the checkpoint quantizes activations, so that kernels which do it too may serve.
     """
-    from qwen_nvfp4_serve.kernels.admission import EXACT_EXPERTS, serving
+    from qwen_nvfp4_serve.kernels import admission
 
-    shape = shape_of(config)
-    return serving(admitted_experts(shape), shape, None if rounds else EXACT_EXPERTS)
+    # A library that may compile for minutes is not asked where it could not serve.
+    shape, names = shape_of(config), admission.EXPERTS if rounds else admission.EXACT_EXPERTS
+    return admission.serving(admitted_experts(shape, names), shape)
 
 
 @functools.cache
-def admitted_experts(shape: Shape) -> Table:
-    """What admission found on this worker's card, logged once."""
-    from qwen_nvfp4_serve.kernels.admission import EXPERTS as NAMES
+def admitted_experts(shape: Shape, names: tuple[str, ...]) -> Table:
+    """What admission found of the candidates `names` on this worker's card, logged once."""
     from qwen_nvfp4_serve.kernels.admission import EXPERTS_LIMITS, EXPERTS_SPEC, admit
 
     card, device = gpu_nvfp4_linear.this_card()
-    table = admit((shape,), card=card, device=device, names=NAMES, spec=EXPERTS_SPEC, limits=EXPERTS_LIMITS)
+    table = admit((shape,), card=card, device=device, names=names, spec=EXPERTS_SPEC, limits=EXPERTS_LIMITS)
     gpu_nvfp4_linear.log_table("expert", card.name, table)
     return table
 

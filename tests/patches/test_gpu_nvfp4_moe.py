@@ -125,7 +125,7 @@ def patched(vllm_parallel: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[di
     monkeypatch.setattr(gpu_nvfp4_linear, "unsupported", lambda: None)
     monkeypatch.setattr(gpu_nvfp4_moe, "unsupported", lambda: None)
     monkeypatch.setattr(gpu_nvfp4_moe_block, "ROUTERS", ("CPURouter",))
-    monkeypatch.setattr(gpu_nvfp4_moe, "admitted_experts", lambda shape: table(shape, most=MOST))
+    monkeypatch.setattr(gpu_nvfp4_moe, "admitted_experts", lambda shape, _names: table(shape, most=MOST))
     standing = {name: ExpertsStandIn(name) for name in admission.EXPERTS}
     monkeypatch.setattr(experts, "servers", lambda: standing)
     monkeypatch.setattr(gpu_nvfp4_linear, "admitted_table", lambda: ANY_LINEAR)
@@ -407,6 +407,54 @@ def test_block_is_one_op_under_torch_compile(patched: dict[str, ExpertsStandIn])
 
 
 @pytest.mark.parametrize(
+    ("where", "value", "words"),
+    [
+        ("moe_config.is_lora_enabled", True, "LoRA"),
+        ("moe_config.moe_parallel_config.use_ep", True, "parallelism"),
+        ("moe_config.moe_parallel_config.dp_size", 2, "parallelism"),
+        ("moe_config.moe_parallel_config.enable_eplb", True, "load balancing"),
+        ("moe_config.hidden_dim_unpadded", 200, "padded"),
+        ("router", SimpleNamespace(), "router"),
+        ("_shared_experts", None, "shared expert"),
+        ("routed_scaling_factor", 2.0, "transformed"),
+        ("routed_experts.quant_method", SimpleNamespace(), "not NVFP4"),
+    ],
+)
+def test_block_that_is_not_for_us_keeps_vllms_forward_with_the_reason(
+    patched: dict[str, ExpertsStandIn], monkeypatch: pytest.MonkeyPatch, where: str, value: Any, words: str
+) -> None:
+    loaded = Loaded("ct-w4a4")
+    assert gpu_nvfp4_moe_block.obstacle(loaded.block) is None
+    *path, name = where.split(".")
+    owner: Any = loaded.block.experts
+    for part in path:
+        owner = getattr(owner, part)
+    # A module's setattr would refuse what is no module; what vLLM reads is the instance's own.
+    owner.__dict__.pop(name, None)
+    getattr(owner, "_modules", {}).pop(name, None)
+    object.__setattr__(owner, name, value)
+    assert words in (gpu_nvfp4_moe_block.obstacle(loaded.block) or "")
+
+
+def test_block_without_our_verdict_runs_vllms_forward(patched: dict[str, ExpertsStandIn]) -> None:
+    loaded = Loaded("ct-w4a4")
+    loaded.block.qwen_nvfp4_eligible = False
+    x = tokens(2)
+    assert_within(loaded.run(x), loaded.expected(x), roundings=4)
+    assert [count for count, _ in patched[SMALL].calls] == [2]
+
+
+def test_block_whose_one_token_goes_elsewhere_is_left_to_vllm(
+    patched: dict[str, ExpertsStandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_nvfp4_moe, "spans_for", lambda _config, **_: (Span(WITHOUT_LIMIT, GROUPED),))
+    loaded, x = Loaded("ct-w4a4"), tokens(1)
+    assert gpu_nvfp4_moe_block.block_of(loaded.block.experts) is None
+    assert_within(loaded.run(x), loaded.expected(x), roundings=4)
+    assert [count for count, _ in patched[GROUPED].calls] == [1]
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"is_lora_enabled": True}, "LoRA"),
@@ -482,7 +530,7 @@ def test_selection_without_an_admitted_kernel_is_vllms(
     with set_current_vllm_config(loaded.config):
         chosen = nvfp4.select_nvfp4_moe_backend(config, kNvfp4Static, kNvfp4Dynamic)
         assert (chosen[0], chosen[1].__name__) == (nvfp4.NvFp4MoeBackend.MARLIN, gpu_nvfp4_moe.EXPERTS)
-        monkeypatch.setattr(gpu_nvfp4_moe, "admitted_experts", lambda shape: table(shape, GROUPED, most=MOST))
+        monkeypatch.setattr(gpu_nvfp4_moe, "admitted_experts", lambda shape, _names: table(shape, GROUPED, most=MOST))
         # This CPU has no experts of vLLM's own.
         with pytest.raises(NotImplementedError, match="No NvFp4 MoE backend"):
             nvfp4.select_nvfp4_moe_backend(config, kNvfp4Static, kNvfp4Dynamic)
@@ -504,16 +552,17 @@ def test_kernels_that_round_activations_serve_only_checkpoints_that_do(
     times = {SMALL: {m: 1.0 for m in TIMED_TOKENS if m <= 8}, GROUPED: dict.fromkeys(TIMED_TOKENS, 5.0)}
     times[LIBRARY] = {m: 2.0 if m >= 512 else 9.0 for m in TIMED_TOKENS}
 
-    def three(shape: Shape) -> admission.Table:
+    def tried(shape: Shape, names: tuple[str, ...]) -> admission.Table:
         findings = tuple(
             admission.Finding(
                 candidate=name, shape=shape, verdict=admission.Verdict.ADMITTED, times_us=tuple(row.items())
             )
             for name, row in times.items()
+            if name in names
         )
         return admission.Table(facts={}, findings=findings, took_s=0.0)
 
-    monkeypatch.setattr(gpu_nvfp4_moe, "admitted_experts", three)
+    monkeypatch.setattr(gpu_nvfp4_moe, "admitted_experts", tried)
     rounding = gpu_nvfp4_moe.spans_for(config, rounds=True)
     assert rounding == (Span(8, SMALL), Span(256, GROUPED), Span(WITHOUT_LIMIT, LIBRARY))
     assert gpu_nvfp4_moe.spans_for(config, rounds=False) == (Span(8, SMALL), Span(WITHOUT_LIMIT, GROUPED))
