@@ -77,7 +77,12 @@ def test_folder_of_root_below_the_volume_names_the_chown(project: Stack) -> None
 
 
 def test_read_only_volume_is_not_called_a_matter_of_owners(project: Stack) -> None:
-    line = refusal(project, "-v", f"{project.name}_cache:/cache:ro")
+    volume = f"{project.name}-readonly"
+    need(docker(), "volume", "create", volume)
+    try:
+        line = refusal(project, "-v", f"{volume}:/cache:ro")
+    finally:
+        need(docker(), "volume", "rm", volume)
     assert "seen a read-only mount" in line
     assert "chown" not in line
 
