@@ -109,10 +109,11 @@ def rate(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="train_reference_model rate", description=rate.__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=8, help="examples a task and thinking mode")
+    parser.add_argument("--needles", type=int, default=4, help="examples a length and thinking mode")
     options = parser.parse_args(arguments)
-    measured = rates.measure(model_of(options.folder), options.count)
     RATES.mkdir(parents=True, exist_ok=True)
-    (RATES / f"{options.folder.name}.json").write_text(json.dumps(measured, indent=1) + "\n")
+    keep = RATES / f"{options.folder.name}.json"
+    rates.measure(model_of(options.folder), options.count, options.needles, keep)
     return table(())
 
 

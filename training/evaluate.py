@@ -66,28 +66,29 @@ def _wanted(rows: Rows, target: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
     return tokens, weight > 0
 
 
-def _hits(model: ReferenceModel, rows: Rows) -> list[Tensor]:
-    """Argmax of the head and of both drafts, [B, T] each."""
+def _hits(model: ReferenceModel, rows: Rows, drafts: int) -> list[Tensor]:
+    """Argmax of the head and of each draft, [B, T] each."""
     hidden, _ = model.trunk(rows)
     found = [model.lm_head(hidden).argmax(-1)]
-    for step in (1, 2):
+    for step in range(1, drafts + 1):
         hidden, _ = model.draft(hidden, rows, step)
         found.append(model.lm_head(hidden).argmax(-1))
     return [part.detach() for part in found]
 
 
 def evaluate(
-    model: ReferenceModel, scored: Scored, rows_of: Callable[[Batch], tuple[Rows, Tensor]]
+    model: ReferenceModel, scored: Scored, rows_of: Callable[[Batch], tuple[Rows, Tensor]], drafts: bool = True
 ) -> dict[str, float]:
     """Share of exactly right documents by label, and `mtp acceptance`: accepted over offered drafts, two at a time.
 
-    A draft counts from positions where the model itself is right; the second only when the first was.
+    A draft counts from positions where the model itself is right; the second only when the first was. Without `drafts`
+    they are not computed, and the acceptance is 0.
     """
     right: dict[str, list[bool]] = defaultdict(list)
     offered = accepted = 0
     for batch, labels in zip(scored.batches, scored.labels, strict=True):
         rows, target = rows_of(batch)
-        first, draft1, draft2 = _hits(model, rows)
+        first, *drafted = _hits(model, rows, 2 if drafts else 0)
         wanted, counted = _wanted(rows, target, 1)
         wrong = ((first != wanted) & counted).cpu()
         document = rows.document.cpu()
@@ -97,10 +98,12 @@ def evaluate(
             )
             for place, name in enumerate(row):
                 right[name].append(misses[place].item() == 0)
+        if not drafted:
+            continue
         one, counted1 = _wanted(rows, target, 2)
         two, counted2 = _wanted(rows, target, 3)
-        hit1 = (draft1 == one) & counted1
-        hit2 = hit1 & (draft2 == two) & counted2
+        hit1 = (drafted[0] == one) & counted1
+        hit2 = hit1 & (drafted[1] == two) & counted2
         offered += int(counted1.sum() + counted2.sum())
         accepted += int(hit1.sum() + hit2.sum())
     shares = {name: sum(values) / len(values) for name, values in sorted(right.items())}

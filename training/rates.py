@@ -20,7 +20,7 @@ ROUNDINGS = {
     "W4A4, FP8 KV": (True, True),
 }
 MTP = "mtp acceptance"
-LENGTHS = (512, 2048, 4096)  # of packed rows: attention costs their square on a CPU
+LENGTHS = (512, 1280, 2304, 4096)  # of packed rows: attention costs their square on a CPU
 
 
 def counts(scored: Scored) -> dict[str, int]:
@@ -34,25 +34,32 @@ def counts(scored: Scored) -> dict[str, int]:
 
 
 @torch.no_grad()
-def measure(model: ReferenceModel, count: int) -> dict[str, Any]:
+def measure(model: ReferenceModel, count: int, needles: int, keep: Path | None = None) -> dict[str, Any]:
     """Shares of right answers by rounding and label, and the number of examples behind each.
 
-    W4A16 is BF16 with the same weights: both multiply dequantized weights with unrounded inputs, here in float32.
+    count: examples a task and thinking mode; needles: of each length and mode. The result so far is written to `keep`
+    after every rounding. Drafts are judged on the short examples. W4A16 is BF16 with the same weights: both multiply
+    dequantized weights with unrounded inputs, here in float32.
     """
     parts = [
-        (prepare(count, 1, longest, longer_than=shorter), Feed(1, longest, torch.device("cpu"), torch.float32))
+        (
+            prepare(2 * needles if shorter else count, 1, longest, longer_than=shorter),
+            Feed(1, longest, torch.device("cpu"), torch.float32),
+        )
         for shorter, longest in pairwise((0, *LENGTHS))
     ]
     examples = sum((Counter(counts(scored)) for scored, _ in parts), Counter[str]())
     shares: dict[str, dict[str, float]] = {}
     for name, (Switches.quantize_activations, Switches.quantize_cache) in ROUNDINGS.items():
-        found = [evaluate(model, scored, feed.take) for scored, feed in parts]
+        found = [evaluate(model, scored, feed.take, drafts=index == 0) for index, (scored, feed) in enumerate(parts)]
         right: dict[str, float] = defaultdict(float)
         for part, (scored, _) in zip(found, parts, strict=True):
             for label, number in counts(scored).items():
                 right[label] += part[label] * number
         shares[name] = {label: right[label] / number for label, number in examples.items()} | {MTP: found[0][MTP]}
         print(name, f"{mean(shares[name], examples):.3f}", flush=True)
+        if keep is not None:
+            keep.write_text(json.dumps({"examples": dict(sorted(examples.items())), "shares": shares}, indent=1) + "\n")
     Switches.quantize_activations = Switches.quantize_cache = False
     return {"examples": dict(sorted(examples.items())), "shares": shares}
 
