@@ -220,3 +220,25 @@ def test_landscape_of_the_5090_has_both_seeds_and_the_bounds(tmp_path: Path) -> 
 def test_landscape_page_of_the_docs_is_what_the_command_writes_now() -> None:
     page = landscape_markdown(find_gpu("rtx-5090"), RESULTS / "rtx-5090.png")
     assert (RESULTS / "rtx-5090.md").read_text() == page, "run `qwen-nvfp4 bench published`"
+
+
+@pytest.mark.parametrize(
+    "words", [("compare", "one", "two", "--out", "file"), ("report", "one", "--out", "file/below")]
+)
+def test_command_out_that_cannot_be_a_folder_is_one_sentence(tmp_path: Path, words: tuple[str, ...]) -> None:
+    for name in ("one", "two"):
+        write_result(tmp_path / name / "result.json", made_result(label="[red]x[/red]\nnext [line"))
+    (tmp_path / "file").write_text("kept")
+    done = command(*words, folder=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: --out file")
+    assert "Traceback" not in done.stdout + done.stderr
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_command_compare_shows_labels_as_they_are(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_result(tmp_path / name / "result.json", made_result(label=f"[red]{name}[/red]"))
+    done = command("compare", "one", "two", folder=tmp_path)
+    assert "[red]one[/red]" in done.stdout
+    assert "[red]two[/red]" in done.stdout

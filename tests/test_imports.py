@@ -55,8 +55,10 @@ def test_src_never_imports_patches() -> None:
         assert not any(name.startswith("qwen_nvfp4_patches") for name in imports_of(path)), path
 
 
-def test_src_outside_kernels_never_imports_vllm() -> None:
+def test_src_never_imports_vllm_but_to_measure_beside_it() -> None:
     for path in SOURCES:
+        if path == ROOT / "src" / "qwen_nvfp4_serve" / "kernels" / "nvfp4_moe" / "stock.py":
+            continue
         assert not any(name == "vllm" or name.startswith("vllm.") for name in imports_of(path)), path
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from qwen_nvfp4_serve.errors import QwenNvfp4Error
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.reference import EMBEDDED, Given, read_answers
 from qwen_nvfp4_serve.smoke import connect, run_checks
 
@@ -44,6 +44,8 @@ class Script(BaseHTTPRequestHandler):
             self._send(503 if self.fault == "health" else 200, b"")
         elif self.fault == "key":
             self._send(401, {"error": "Unauthorized"})
+        elif self.fault == "empty":
+            self._send(200, {"object": "list", "data": []})
         else:
             row = {"id": "m", "object": "model", "max_model_len": self.limit, "root": self.root}
             self._send(200, {"object": "list", "data": [row]})
@@ -182,6 +184,17 @@ def test_run_checks_answers_named_by_hand_are_asked_of_any_model() -> None:
 def test_connect_wrong_key_says_which_setting() -> None:
     with scripted("key") as url, pytest.raises(QwenNvfp4Error, match="VLLM_API_KEY"):
         connect(url, "wrong")
+
+
+def test_connect_server_without_models_is_said() -> None:
+    with scripted("empty") as url, pytest.raises(UsageError, match="no model to ask"):
+        connect(url, None)
+
+
+def test_connect_key_that_no_header_carries_is_not_shown() -> None:
+    with pytest.raises(UsageError, match="printable ASCII") as caught:
+        connect("http://127.0.0.1:9", "hunter2\nnext")
+    assert "hunter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9/v1", "nonsense", "http://", "http://127.0.0.1:99999"])

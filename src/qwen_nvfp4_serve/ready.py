@@ -22,6 +22,7 @@ from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.reference import KnownAnswer, given
 from qwen_nvfp4_serve.stages import Report, Stage
 
+KEY_VARIABLE = "VLLM_API_KEY"  # as vLLM's process is given it
 FIRST_ANSWER_S = 600.0  # a first request may compile kernels
 PROBE_S = 15.0  # one token, on a server that may be busy with others
 METRICS_S = 5.0
@@ -143,7 +144,7 @@ def serving_key(state: State | None) -> str | None:
     """The key that the running server was started with, from its own environment: `.env` may have changed since."""
     for process in _children(state.pid) if state else ():
         with contextlib.suppress(psutil.Error):
-            if key := process.environ().get("VLLM_API_KEY"):
+            if key := process.environ().get(KEY_VARIABLE):
                 return key
     return None
 

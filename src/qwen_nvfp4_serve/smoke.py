@@ -87,15 +87,22 @@ def connect(base_url: str, api_key: str | None, model: str | None = None, *, ans
     """
     url = base_url.rstrip("/")
     url = url if url.endswith("/v1") else f"{url}/v1"
+    if api_key and not all("!" <= char <= "~" for char in api_key):  # httpx would print the key to say so
+        raise UsageError(
+            "VLLM_API_KEY or --api-key",
+            seen="other characters",
+            expected="printable ASCII without spaces, as HTTP headers carry it",
+        )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx.get(f"{url}/models", headers=headers, timeout=10.0, trust_env=False)
         answer.raise_for_status()
         rows = answer.json()["data"]
-        row = rows[0] if model is None else next((row for row in rows if row["id"] == model), None)
+        row = next((row for row in rows if model in (None, row["id"])), None)
         if row is None:
             listed = ", ".join(str(row["id"]) for row in rows) or "no model"
-            raise UsageError(f"--model {model}", seen=f"{url} serves {listed}", expected="one of those")
+            what = "no model to ask" if model is None else f"--model {model}"
+            raise UsageError(what, seen=f"{url} serves {listed}", expected="one of those" if rows else "a model")
         length = int(row.get("max_model_len") or 0)
         return Server(url, api_key, str(row["id"]), length, _known(row.get("root"), length, answers))
     except httpx.HTTPStatusError as error:

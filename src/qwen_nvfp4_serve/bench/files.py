@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,3 +43,13 @@ def read_record(adapter: TypeAdapter[Record], file: Path, command: str) -> Recor
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise UsageError(f"result {file}", seen=f"{where}: {first['msg']}", expected=expected) from None
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Makes the folder of `--out`, and turns a failure to write in it into a UsageError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UsageError(f"--out {folder}", seen=error.strerror, expected="a folder that can be written") from None

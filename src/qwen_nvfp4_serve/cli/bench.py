@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
+from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -119,10 +119,12 @@ def compare(
     out: Path | None = typer.Option(None, help="Folder for a page and a chart."),
 ) -> None:
     """Ratios of two runs with equal settings; refuses others and names what differs."""
+    from rich.markup import escape
     from rich.table import Table
 
     from qwen_nvfp4_serve.bench.compare import compare as compare_results
     from qwen_nvfp4_serve.bench.compare import comparison_markdown, differences, draw_comparison
+    from qwen_nvfp4_serve.bench.files import writing
     from qwen_nvfp4_serve.bench.result import read_result
     from qwen_nvfp4_serve.bench.rows import cell
     from qwen_nvfp4_serve.cli.bench_screen import screen
@@ -132,15 +134,15 @@ def compare(
     console = screen()
     for name, here, there in differences(one, other):
         console.print(f"{name} differs: {here} and {there}", markup=False)
-    table = Table("test", one.label, other.label, "ratio", "")
+    table = Table("test", *(escape(printable(run.label)) for run in (one, other)), "ratio", "")
     for row in found:
         ratio = f"{row.ratio:.3f} ± {row.ratio_std:.3f}"
         table.add_row(row.name, cell(row.first), cell(row.second), ratio, row.verdict)
     console.print(table)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        draw_comparison(one, other, found, out)
-        (out / PAGE).write_text(comparison_markdown(one, other, found), encoding="utf-8")
+        with writing(out):
+            draw_comparison(one, other, found, out)
+            (out / PAGE).write_text(comparison_markdown(one, other, found), encoding="utf-8")
         console.print(f"wrote {out / PAGE}", markup=False)
 
 
@@ -151,12 +153,15 @@ def report(
     against: str = typer.Option("", help="Published figures to draw beside."),
 ) -> None:
     """Make the page and the charts of a run again, from its data alone."""
+    from qwen_nvfp4_serve.bench.files import writing
     from qwen_nvfp4_serve.bench.result import read_result
     from qwen_nvfp4_serve.cli.bench_screen import screen
 
     names = [name.strip() for name in against.split(",") if name.strip()]
     folder = out or (result if result.is_dir() else result.parent)
-    _write_page(read_result(result), folder, names, screen())
+    found = read_result(result)
+    with writing(folder):
+        _write_page(found, folder, names, screen())
 
 
 @group.command()
@@ -206,13 +211,14 @@ def published_figures(
     out: Path = typer.Option(Path("docs/results"), help="Folder for the page and the chart."),
 ) -> None:
     """Write what others published for a card beside what its bandwidth allows; measures nothing."""
+    from qwen_nvfp4_serve.bench.files import writing
     from qwen_nvfp4_serve.bench.landscape import draw_landscape, landscape_markdown
     from qwen_nvfp4_serve.gpus import find_gpu
 
     row = find_gpu(card)
-    out.mkdir(parents=True, exist_ok=True)
-    chart = draw_landscape(row, out)
-    (out / f"{row.name}.md").write_text(landscape_markdown(row, chart), encoding="utf-8")
+    with writing(out):
+        chart = draw_landscape(row, out)
+        (out / f"{row.name}.md").write_text(landscape_markdown(row, chart), encoding="utf-8")
 
 
 @group.command()
@@ -234,8 +240,12 @@ def numbers(option: str, text: str) -> tuple[int, ...]:
 def _new_folder(out: Path | None) -> Path:
     if out is None:
         raise UsageError("--out", seen="nothing", expected="a folder for the result", do="Add --out DIR.")
-    if (out / RESULT).exists():
-        raise UsageError(f"--out {out}", seen=f"a {RESULT}", expected="a folder without one", do="Name another folder.")
+    from qwen_nvfp4_serve.bench.files import writing
+
+    with writing(out):
+        if (out / RESULT).exists():
+            expected = "a folder without one"
+            raise UsageError(f"--out {out}", seen=f"a {RESULT}", expected=expected, do="Name another folder.")
     return out
 
 
@@ -267,18 +277,21 @@ def _order(
 
 
 def _measure(order: Order, folder: Path, against: list[str]) -> None:
+    from qwen_nvfp4_serve.bench.files import writing
     from qwen_nvfp4_serve.bench.result import write_result
     from qwen_nvfp4_serve.cli.bench_screen import run_with_progress, screen, show_result
 
     console = screen()
     result = run_with_progress(order)
     file = folder / (RESULT if result.complete else INTERRUPTED)
-    write_result(file, result)
+    with writing(folder):
+        write_result(file, result)
     show_result(result, console)
     console.print(f"wrote {file}", markup=False)
     if not result.complete:
         raise typer.Exit(EXIT_INTERRUPTED)
-    _write_page(result, folder, against, console)
+    with writing(folder):
+        _write_page(result, folder, against, console)
     raise typer.Exit(EXIT_FAILED if result.failure_counts() else 0)
 
 

@@ -63,12 +63,15 @@ def under_progress(work: Callable[[Callable[[Step], None]], Found], *, failed: s
 def show_result(result: Result, console: Console) -> None:
     """Prints the table, then what failed and the goodput."""
     from rich.box import SIMPLE
+    from rich.markup import escape
     from rich.table import Table
 
     from qwen_nvfp4_serve.bench.rows import HEADERS, table_rows
+    from qwen_nvfp4_serve.errors import printable
 
     shown = [index for index, header in enumerate(HEADERS) if header not in PAGE_ONLY]
-    table = Table(title=f"{result.label}: {result.server.model} on {result.card}", box=SIMPLE, padding=(0, 1, 0, 0))
+    title = escape(printable(f"{result.label}: {result.server.model} on {result.card}"))
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     for index in shown:
         table.add_column(HEADERS[index], justify="right" if index else "left", no_wrap=not index)
     for row in table_rows(result):
@@ -99,14 +102,15 @@ def screen() -> Console:
 def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
     """Runs the worker in a process that becomes the engine, then writes and prints the page."""
     from qwen_nvfp4_serve.bench.engine import dump_spec, engine_markdown, read_engine
+    from qwen_nvfp4_serve.bench.files import writing
     from qwen_nvfp4_serve.errors import QwenNvfp4Error
     from qwen_nvfp4_serve.preflight import installed_kind
     from qwen_nvfp4_serve.shims import python_path
 
     planned = None if model is None else _plan_model(model)
-    out.mkdir(parents=True, exist_ok=True)
     spec_file, result_file = out / "engine-spec.json", out / "engine.json"
-    spec_file.write_bytes(dump_spec(spec))
+    with writing(out):
+        spec_file.write_bytes(dump_spec(spec))
     inherited = os.environ.get("PYTHONPATH")
     path = python_path(inherited) if installed_kind() == "cpu" else inherited
     environment = dict(os.environ) | ({"PYTHONPATH": path} if path else {})
@@ -115,7 +119,8 @@ def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
     if code != 0:
         raise QwenNvfp4Error("the engine bench failed", seen=f"exit code {code}", do="Its output is above.")
     page = engine_markdown(read_engine(result_file), planned)
-    (out / "README.md").write_text(page, encoding="utf-8")
+    with writing(out):
+        (out / "README.md").write_text(page, encoding="utf-8")
     screen().print(page, markup=False)
 
 

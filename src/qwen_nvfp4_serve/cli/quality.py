@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +101,7 @@ def compare(
     from rich.box import SIMPLE
     from rich.table import Table
 
+    from qwen_nvfp4_serve.bench.files import writing
     from qwen_nvfp4_serve.cli.bench_screen import screen
     from qwen_nvfp4_serve.quality.compare import HEADERS, comparison_markdown, differences, draw_comparison, warnings
     from qwen_nvfp4_serve.quality.compare import compare as compare_results
@@ -125,8 +124,7 @@ def compare(
     console.print(found.sentence, markup=False)
     if out is None:
         return
-    with _writing(out):
-        out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
         chart: str | None = None
         try:
             chart = draw_comparison(one, other, found, out).name
@@ -143,12 +141,14 @@ def report(
     out: Path | None = typer.Option(None, help="Folder to write to; by default the one of the result."),
 ) -> None:
     """Make the page and the chart of a run again, from its data alone."""
+    from qwen_nvfp4_serve.bench.files import writing
     from qwen_nvfp4_serve.cli.bench_screen import screen
     from qwen_nvfp4_serve.quality.result import read_result
 
     folder = out or (result if result.is_dir() else result.parent)
-    with _writing(folder):
-        _write_page(read_result(result), folder, screen())
+    found = read_result(result)
+    with writing(folder):
+        _write_page(found, folder, screen())
 
 
 @group.command()
@@ -178,25 +178,16 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
 
 
 def _new_folder(out: Path | None) -> Path:
+    from qwen_nvfp4_serve.bench.files import writing
     from qwen_nvfp4_serve.quality.result import FILE
 
     if out is None:
         raise UsageError("--out", seen="nothing", expected="a folder for the result", do="Add --out DIR.")
-    with _writing(out):
+    with writing(out):
         if (out / FILE).exists():
             expected = "a folder without one"
             raise UsageError(f"--out {out}", seen=f"a {FILE}", expected=expected, do="Name another folder.")
-        out.mkdir(parents=True, exist_ok=True)
     return out
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turns a failure to write below `path` into one sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"--out {path}", seen=error.strerror, expected="a folder that can be written") from None
 
 
 def _connect(base_url: str, model: str | None, api_key: str | None, env_file: Path | None) -> Server:
@@ -209,9 +200,6 @@ def _connect(base_url: str, model: str | None, api_key: str | None, env_file: Pa
     settings = load_settings(env_file or ENV_FILE, required=env_file is not None).settings
     kept = settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
     key = kept if api_key is None else api_key
-    if key and not all("!" <= char <= "~" for char in key):  # httpx would print the key to say so
-        expected = "printable ASCII without spaces, as HTTP headers carry it"
-        raise UsageError("VLLM_API_KEY" if api_key is None else "--api-key", seen="other characters", expected=expected)
     return connect(base_url or f"http://127.0.0.1:{settings.port}/v1", key, model)
 
 
@@ -231,6 +219,7 @@ def _order(exam: Exam, server: Server, *, label: str, card: str | None, log: Pat
 
 
 def _ask(order: Order, folder: Path, at_least: float | None) -> None:
+    from qwen_nvfp4_serve.bench.files import writing
     from qwen_nvfp4_serve.cli.bench_screen import screen, under_progress
     from qwen_nvfp4_serve.quality.result import FILE, write_result
     from qwen_nvfp4_serve.quality.runner import INTERRUPTED, run_quality
@@ -238,7 +227,7 @@ def _ask(order: Order, folder: Path, at_least: float | None) -> None:
     console = screen()
     result = under_progress(lambda observe: run_quality(order, observe), failed="missed")
     file = folder / (FILE if result.complete else INTERRUPTED_FILE)
-    with _writing(folder):
+    with writing(folder):
         write_result(file, result)
     _show(result, console)
     console.print(f"wrote {file}", markup=False)
@@ -248,7 +237,7 @@ def _ask(order: Order, folder: Path, at_least: float | None) -> None:
         raise QwenNvfp4Error(
             "the run was given up", seen=result.stopped, expected="a server that lives", do="See its log."
         )
-    with _writing(folder):
+    with writing(folder):
         _write_page(result, folder, console)
     if at_least is not None and (result.percent or 0.0) < at_least:
         said = f"{result.right} of {len(result.outcomes)} right, {result.percent or 0.0:.1f} %"
@@ -279,7 +268,6 @@ def _write_page(result: Result, folder: Path, console: Console) -> None:
     from qwen_nvfp4_serve.quality.charts import draw_quality
     from qwen_nvfp4_serve.quality.report import quality_markdown
 
-    folder.mkdir(parents=True, exist_ok=True)
     chart: Path | None = None
     try:
         chart = draw_quality(result, folder)

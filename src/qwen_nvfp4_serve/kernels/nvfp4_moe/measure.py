@@ -214,9 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from qwen_nvfp4_serve.kernels.nvfp4_moe import stock
 
         stock.load_ops()
-        import vllm
-
-        version = vllm.__version__
+        version = stock.version()
     result: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "commit": chosen.commit,

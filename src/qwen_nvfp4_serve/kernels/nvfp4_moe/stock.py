@@ -24,6 +24,13 @@ def load_ops() -> None:
     import vllm._custom_ops  # noqa: F401
 
 
+def version() -> str:
+    """vLLM's."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
 def top_k(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights and ids that vLLM elects. logits: bf16 [M, E]."""
     shape = (logits.shape[0], k)
