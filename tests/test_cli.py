@@ -116,6 +116,19 @@ def test_version_and_models_print(tmp_path: Path) -> None:
     assert "qwen3.5-35b-a3b" in run("models", cwd=tmp_path, COLUMNS="200").stdout
 
 
+def test_listing_on_a_terminal_without_utf8_is_printed_all_the_same(tmp_path: Path) -> None:
+    done = run("plan", "--gpu", "rtx-5090", cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert "? KV cache" in done.stdout
+
+
+def test_output_that_cannot_be_written_is_one_line_and_1(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*COMMAND, "models"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: No space left on device\n"
+
+
 def test_help_lists_every_command(tmp_path: Path) -> None:
     shown = run("--help", cwd=tmp_path, COLUMNS="200").stdout
     for name in ("serve", "smoke", "models", "patches", "make-checkpoint"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -49,6 +50,9 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def main() -> None:
     """Entry point: runs one command and exits with its code; an error we know is one line on standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows a question mark
     for name in _named(sys.argv[1:]):
         importlib.import_module(f"qwen_nvfp4_serve.cli.{name}").register(app)
     try:
@@ -57,6 +61,9 @@ def main() -> None:
         _fail(error)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except OSError as error:  # of standard output, mostly: a full disk
+        place = f": {error.filename}" if error.filename else ""
+        _fail(QwenNvfp4Error(f"{error.strerror or error}{place}"))
     except Exception as error:
         from qwen_nvfp4_serve.cli.wrong_use import WrongWords, wrong_use
 
