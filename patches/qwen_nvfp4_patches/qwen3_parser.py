@@ -111,7 +111,8 @@ class OneReading:
         from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
 
         if request.tools and request.tool_choice == "auto" and request.extract_structured_outputs() is not None:
-            self.tool_strict_level = max(self.tool_strict_level, ToolStrictLevel.FUNCTION)
+            level = self.tool_strict_level  # None in vLLM 0.33 where the server does not say
+            self.tool_strict_level = max(ToolStrictLevel.AUTO if level is None else level, ToolStrictLevel.FUNCTION)
         return super()._apply_structural_tag(request)  # type: ignore[misc]
 
     def _make_reader(self: Any, request: Any) -> Reader:

@@ -1,7 +1,8 @@
 """Each structured output is compiled by the backend that its request was checked with.
 
 vLLM chooses one for each request (xgrammar; llguidance or outlines for schemas that xgrammar cannot express), and then
-compiles with whichever the engine used first. The schema is then enforced in part only, or fails to compile: 500.
+compiles with whichever the engine used first. The schema is then enforced in part only, or fails to compile: 500. From
+0.33 on, requests for another one are refused.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def initialising(original: Any) -> Any:
             return
         kept = vars(self).setdefault(KEPT, {})
         name = _name(request)
+        self.backend_name = name if name in kept else None  # by it vLLM 0.33 refuses a second kind: 400
         if name in kept:
             original(self, request)
             return

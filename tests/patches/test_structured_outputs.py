@@ -89,16 +89,19 @@ def test_thinking_that_is_not_shown_is_not_constrained(driver: Driver, shown: bo
 
 
 class Manager:
-    """What the patch takes for granted of StructuredOutputManager, with backends that are their names."""
+    """What the patch takes for granted of vLLM's StructuredOutputManager, with backends that are their names."""
 
     def __init__(self) -> None:
         self.backend: str | None = None
+        self.backend_name: str | None = None
         self._use_async_grammar_compilation = True
         self.waiting: list[tuple[Any, bool]] = []
 
     def grammar_init(self, request: Any) -> None:
+        name = request.sampling_params.structured_outputs._backend
+        assert self.backend_name in (None, name)  # what vLLM 0.33 insists on
         if self.backend is None:
-            self.backend = request.sampling_params.structured_outputs._backend
+            self.backend = self.backend_name = name
         self.waiting.append((request, self._use_async_grammar_compilation))
 
     def _create_grammar(self, request: Any) -> tuple[str | None, Any]:
