@@ -17,6 +17,7 @@ import pytest
 from qwen_nvfp4_serve.doctor import CHECKS, Facts, diagnose, facts_from
 from qwen_nvfp4_serve.doctor import probes as host_probes
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.preflight import claimed_port
 from qwen_nvfp4_serve.ready import State, state_path, write_state
 
 CASES = json.loads((Path(__file__).parent / "data" / "host_cases.json").read_text())
@@ -95,7 +96,7 @@ RULES: list[tuple[str, dict[str, Any], bool, str]] = [
     ("cache", {"cache_uid": 0, "run_uid": 1000, "mode": "rwx"}, False, "octal"),
     ("port", {"port": 8000, "port_holder": "nginx"}, False, "nginx"),
     ("port", {"port": 8000, "port_holder": ""}, True, "free"),
-    ("port", {"port": 8000, "port_holder": "our own server", "port_own": True}, True, "our own server runs there"),
+    ("port", {"port": 8000, "port_holder": "our own server", "port_own": True}, True, "is held by our own server"),
     ("memory", {"gpu": "RTX 5090", "memory_free_mib": 900, "port_own": True}, True, "a server of ours"),
     ("memory", {"gpu": "RTX 5090", "memory_free_mib": 900, "port_own": False}, False, "900 MiB"),
     ("compile-jobs", {"host_memory_gib": 16, "cpu_count": 32}, False, "MAX_JOBS=4"),
@@ -251,6 +252,16 @@ def test_probe_port_with_our_own_server_names_it_but_not_by_an_old_record(
     assert found["port_own"] is own
     assert ("our own server" in found["port_holder"]) is own
     assert f"process {os.getpid()}" in found["port_holder"]
+
+
+def test_probe_port_of_a_server_that_is_starting_is_ours() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+    with claimed_port("127.0.0.1", port):
+        found = host_probes.probe_port(port, (), None)
+    assert found == {"port_holder": "our own server, which is starting", "port_own": True}
+    assert host_probes.probe_port(port, (), None)["port_holder"] == ""
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,11 @@ def has_cxx_compiler() -> bool:
     return any(shutil.which(name) for name in ([named] if named else ["g++", "clang++"]))
 
 
+def claim_name(port: int) -> str:
+    """The abstract Unix socket by which a start of ours holds `port`; /proc/net/unix shows it with an @ before."""
+    return f"qwen-nvfp4-serve-{port}"
+
+
 def run_probe(*argv: str) -> str | None:
     """Standard output of a command that exits 0 in time; None when it is missing, fails or hangs."""
     if shutil.which(argv[0]) is None:

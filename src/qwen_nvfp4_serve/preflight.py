@@ -14,6 +14,7 @@ from typing import Any, Literal
 import psutil
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
+from qwen_nvfp4_serve.host import claim_name
 from qwen_nvfp4_serve.launch import PLUGIN
 from qwen_nvfp4_serve.settings import Settings
 from qwen_nvfp4_serve.units import GIB
@@ -117,7 +118,7 @@ def claimed_port(host: str, port: int) -> Iterator[None]:
     """
     with socket.socket(socket.AF_UNIX) as claim:
         try:
-            claim.bind(f"\0qwen-nvfp4-serve-{port}")
+            claim.bind(f"\0{claim_name(port)}")
         except OSError:
             raise _port_error(host, port, "another start of this server has it") from None
         check_port(host, port)

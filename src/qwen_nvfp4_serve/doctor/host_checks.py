@@ -131,7 +131,7 @@ def check_port(facts: Facts) -> Check | None:
     if not facts.port_holder:
         return passed("port", f"{facts.port} free", "a free port", f"port {facts.port} is free")
     if facts.port_own:
-        seen, says = f"{facts.port} held by {facts.port_holder}", f"port {facts.port}: {facts.port_holder} runs there"
+        seen, says = f"{facts.port} held by {facts.port_holder}", f"port {facts.port} is held by {facts.port_holder}"
         return passed("port", seen, "a free port, or our own server", says)
     return failed(
         "port",

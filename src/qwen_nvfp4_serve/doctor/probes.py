@@ -18,7 +18,7 @@ from typing import Any
 
 from qwen_nvfp4_serve.doctor.facts import Facts
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
-from qwen_nvfp4_serve.host import detect_gpus, run_probe
+from qwen_nvfp4_serve.host import claim_name, detect_gpus, run_probe
 from qwen_nvfp4_serve.models import find_model
 from qwen_nvfp4_serve.units import GIB, MIB
 
@@ -170,7 +170,8 @@ def probe_port(port: int, names: Collection[str], api_key: str | None) -> Values
     with socket.socket() as probe:
         probe.settimeout(0.5)
         if probe.connect_ex(("127.0.0.1", port)) != 0:
-            return {"port_holder": ""}
+            starts = f"@{claim_name(port)}\n" in Path("/proc/net/unix").read_text()
+            return {"port_holder": "our own server, which is starting" if starts else "", "port_own": starts}
     own = _own_server(port) or _own_container(port, names, api_key)
     return {"port_holder": own or _listener(port) or "another program", "port_own": own is not None}
 
