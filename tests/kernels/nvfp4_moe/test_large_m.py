@@ -91,6 +91,66 @@ def test_experts_without_tokens_are_none() -> None:
     assert large_m.experts(torch.zeros(0, 128), zero_experts(), none.int(), none).shape == (0, 128)
 
 
+def run_ptx(text: str, codes: int, scales: tuple[int, int]) -> list[int]:
+    """The outputs $0 to $3 of DECODE for 32 bits of codes and two words of BF16 scales, instruction by instruction."""
+    registers = {"$4": codes, "$5": scales[0], "$6": scales[1]}
+
+    def value(name: str) -> int:
+        return registers[name] if name in registers else int(name, 0)
+
+    def product(a: int, b: int) -> int:
+        halves = torch.tensor([[a & 0xFFFF, a >> 16], [b & 0xFFFF, b >> 16]]).to(torch.int32)
+        left, right = halves.to(torch.uint16).view(torch.bfloat16).double()
+        exact = left * right
+        rounded = exact.bfloat16()
+        assert torch.equal(rounded.double(), exact)
+        low, high = rounded.view(torch.uint16).to(torch.int64).tolist()
+        return low | high << 16
+
+    def permute(a: int, b: int, selector: int) -> int:
+        pool = (a | b << 32).to_bytes(8, "little")
+        return int.from_bytes(bytes(pool[selector >> 4 * i & 7] for i in range(4)), "little")
+
+    for line in text.strip("{}\n").splitlines():
+        if line.startswith(".reg"):
+            continue
+        name, _, rest = line.rstrip(";").partition(" ")
+        target, *operands = rest.split(", ")
+        given = [value(operand) for operand in operands]
+        registers[target] = {
+            "mov.b32": lambda v: v[0],
+            "and.b32": lambda v: v[0] & v[1],
+            "shr.u32": lambda v: v[0] >> v[1],
+            "prmt.b32": lambda v: permute(*v),
+            "mul.lo.u32": lambda v: v[0] * v[1] & 0xFFFFFFFF,
+            "fma.rn.bf16x2": lambda v: product(v[0], v[1]),
+        }[name](given)
+    return [registers[f"${i}"] for i in range(4)]
+
+
+@with_triton
+def test_decode_every_code_times_every_scale_is_exact() -> None:
+    from qwen_nvfp4_serve.kernels.nvfp4 import decode_e2m1
+    from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m_kernels
+
+    text = getattr(large_m_kernels.DECODE, "value", large_m_kernels.DECODE)
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    # As `_scales` and `_step` hand them over: E4M3 times 2^-8, times 2^112.
+    scales = (every * 2.0**104).bfloat16()
+    assert torch.equal(scales.double(), every.double() * 2.0**104)
+    values = decode_e2m1(torch.arange(16, dtype=torch.uint8)).double()
+    for index, scale in enumerate(every.double().tolist()):
+        bits = int(scales[index].view(torch.uint16).to(torch.int64))
+        for codes in (0x76543210, 0xFEDCBA98, 0x1032547E):
+            words = run_ptx(text, codes, (bits | bits << 16, bits | bits << 16))
+            halves = torch.tensor([word >> 16 * half & 0xFFFF for word in words for half in range(2)])
+            decoded = halves.to(torch.int32).to(torch.uint16).view(torch.bfloat16).double()
+            nibbles = [codes >> 8 * byte & 0xF for byte in range(4)] + [
+                codes >> 8 * byte + 4 & 0xF for byte in range(4)
+            ]
+            assert torch.equal(decoded, values[nibbles] * scale * 2.0**-22), (index, hex(codes))
+
+
 def test_tiles_to_measure_begin_with_those_in_use_and_none_comes_twice() -> None:
     found = list(large_m_measure.tiles())
     assert tuple(found[: len(large_m.TILES)]) == large_m.TILES
@@ -115,7 +175,8 @@ pointers = {"split": "*bf16", "middle": "*bf16", "order": "*i32", "block_expert"
 aligned = {"hidden", "width", "scale_bytes", "gate_row", "up_row"}
 for tile in large_m.tiles_of((card // 10, card % 10)):
     for kernel in (large_m_kernels.gate_up, large_m_kernels.down):
-        fixed = {"ROWS": tile.rows, "COLUMNS": tile.columns, "BYTES": large_m.STEP_BYTES}
+        fixed = {"ROWS": tile.rows, "COLUMNS": tile.columns, "BYTES": large_m.STEP_BYTES,
+                 "ON_CARD": True}
         names = kernel.arg_names
         signature = {name: "constexpr" if name in fixed else pointers.get(name, "i32") for name in names}
         whole = [(i,) for i, name in enumerate(names) if name in pointers.keys() | aligned]

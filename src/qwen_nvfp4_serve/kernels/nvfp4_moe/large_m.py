@@ -40,11 +40,11 @@ class Tile:
 
 
 # Chosen by registers and shared memory, of which compute capability 12.0 has 99 KB; not tuned on any card. The last one
-# spills hundreds of bytes where products are not `wgmma`, which compute capability 9.0 alone has.
+# is for products that are `wgmma`, which compute capability 9.0 alone has: with others it spills hundreds of bytes.
 TILES = (
     Tile(rows=16, columns=64, warps=4, stages=4),
     Tile(rows=64, columns=128, warps=8, stages=3),
-    Tile(rows=128, columns=64, warps=8, stages=3),
+    Tile(rows=128, columns=128, warps=8, stages=3),
 )
 WGMMA_MAJOR = 9
 
@@ -180,7 +180,7 @@ def _round(  # noqa: PLR0917
     split = torch.empty_like(x)
     kernels.split_columns[steps](x, split, hidden, WIDTH=COLUMNS_IN_STEP)
     middle = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
-    shape: dict[str, Any] = {"ROWS": tile.rows, "COLUMNS": tile.columns}
+    shape: dict[str, Any] = {"ROWS": tile.rows, "COLUMNS": tile.columns, "ON_CARD": x.is_cuda}
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
     kernels.gate_up[(-(-width // tile.columns), blocks.expert.numel())](
         split,

@@ -18,6 +18,34 @@ import triton.language as tl
 
 # E2M1 read as FP16 lacks 2^14, E4M3 read as FP16 lacks 2^8.
 UNSCALE = tl.constexpr(2.0**22)
+# E2M1 read as BF16 lacks 2^126. Scales of this size leave what UNSCALE makes up for.
+BF16_SCALE = tl.constexpr(2.0**112)
+
+# Four bytes of codes ($4) and the scales of each byte ($5, $6) become the weights of the low ($0, $1) and of the high
+# nibbles ($2, $3). A code times 0x1040 has its sign in bit 15 and its magnitude in bits 8 to 6 of a BF16 half.
+DECODE = tl.constexpr("""{
+.reg .b32 low, high, pair, zero;
+mov.b32 zero, 0;
+and.b32 low, $4, 0x0F0F0F0F;
+shr.u32 high, $4, 4;
+and.b32 high, high, 0x0F0F0F0F;
+prmt.b32 pair, low, zero, 0x4140;
+mul.lo.u32 pair, pair, 0x1040;
+and.b32 pair, pair, 0x81C081C0;
+fma.rn.bf16x2 $0, pair, $5, zero;
+prmt.b32 pair, low, zero, 0x4342;
+mul.lo.u32 pair, pair, 0x1040;
+and.b32 pair, pair, 0x81C081C0;
+fma.rn.bf16x2 $1, pair, $6, zero;
+prmt.b32 pair, high, zero, 0x4140;
+mul.lo.u32 pair, pair, 0x1040;
+and.b32 pair, pair, 0x81C081C0;
+fma.rn.bf16x2 $2, pair, $5, zero;
+prmt.b32 pair, high, zero, 0x4342;
+mul.lo.u32 pair, pair, 0x1040;
+and.b32 pair, pair, 0x81C081C0;
+fma.rn.bf16x2 $3, pair, $6, zero;
+}""")
 
 
 # Numbers that follow M are not compiled in: a new one would be compiled when a request brings it.
@@ -105,15 +133,36 @@ def _values(codes, scale):
 
 
 @triton.jit
-def _step(total, packed, scales, rows, inside, first_byte, low, high, bytes_in_row, group_tiles, BYTES: tl.constexpr):
+def _step(
+    total,
+    packed,
+    scales,
+    rows,
+    inside,
+    first_byte,
+    low,
+    high,
+    bytes_in_row,
+    group_tiles,
+    BYTES: tl.constexpr,
+    ON_CARD: tl.constexpr,
+):
     """total [rows, tokens] plus W[rows, columns of BYTES bytes] times the activations' even and odd columns."""
     byte = first_byte + tl.arange(0, BYTES)
     at = rows.to(tl.int64)[:, None] * bytes_in_row + byte[None, :]
-    codes = tl.load(packed + at, mask=inside[:, None], other=0).to(tl.uint16)
+    codes = tl.load(packed + at, mask=inside[:, None], other=0)
     block = _scales(scales, rows, inside, first_byte // 8, group_tiles, BYTES // 8)
+    if ON_CARD:
+        block = (block * BF16_SCALE).to(tl.bfloat16)
     spread = tl.broadcast_to(block[:, :, None], (rows.shape[0], BYTES // 8, 8)).reshape(rows.shape[0], BYTES)
-    total = tl.dot(_values(codes & 0xF, spread).to(low.dtype), low, total)
-    return tl.dot(_values(codes >> 4, spread).to(low.dtype), high, total)
+    if ON_CARD:
+        even, odd = tl.inline_asm_elementwise(
+            DECODE, "=r,=r,=r,=r,r,r,r", [codes, spread], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    else:
+        even = _values(codes.to(tl.uint16) & 0xF, spread).to(low.dtype)
+        odd = _values(codes.to(tl.uint16) >> 4, spread).to(low.dtype)
+    return tl.dot(odd, high, tl.dot(even, low, total))
 
 
 @triton.jit
@@ -135,6 +184,7 @@ def gate_up(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BYTES: tl.constexpr,
+    ON_CARD: tl.constexpr,
 ):
     """middle[pair] = SiLU(gate) * up for a block of pairs and COLUMNS of `width`, even columns before odd ones.
 
@@ -170,9 +220,21 @@ def gate_up(
                 hidden // 2,
                 group_tiles,
                 BYTES,
+                ON_CARD,
             )
             up = _step(
-                up, weights, block_scales, up_row + column, inside, first, low, high, hidden // 2, group_tiles, BYTES
+                up,
+                weights,
+                block_scales,
+                up_row + column,
+                inside,
+                first,
+                low,
+                high,
+                hidden // 2,
+                group_tiles,
+                BYTES,
+                ON_CARD,
             )
         gate *= tl.load(gate_scale + expert) * UNSCALE
         up *= tl.load(up_scale + expert) * UNSCALE
@@ -197,6 +259,7 @@ def down(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BYTES: tl.constexpr,
+    ON_CARD: tl.constexpr,
 ):
     """pair_output[pair], float32 [pairs, hidden], for a block of pairs and COLUMNS of `hidden`.
 
@@ -218,7 +281,7 @@ def down(
             low = tl.load(middle + at, mask=real[None, :], other=0.0)
             high = tl.load(middle + at + width // 2, mask=real[None, :], other=0.0)
             total = _step(
-                total, weights, block_scales, column, inside, first, low, high, width // 2, width // 64, BYTES
+                total, weights, block_scales, column, inside, first, low, high, width // 2, width // 64, BYTES, ON_CARD
             )
         total *= tl.load(down_scale + expert) * UNSCALE
         tl.store(pair_output + pair[None, :] * hidden + column[:, None], total, mask=inside[:, None] & real[None, :])
