@@ -96,9 +96,10 @@ def experts_class() -> Any:
             return (1,), (0,), (M, K)
 
         def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-            self.weights = adopt(layer, self.moe_config.experts_per_token)
-            self.input_scales = layer.nvfp4_input_scales
+            self.weights, self.input_scales = adopt(layer), layer.nvfp4_input_scales
             self.spans = spans_for(self.moe_config, rounds=self.input_scales is not None)
+            if layer.w13_weight.is_cuda:
+                make_ready(self.spans, self.weights, self.moe_config.experts_per_token, self.input_scales)
 
         def apply(  # noqa: PLR0917 - vLLM's signature
             self,
@@ -211,14 +212,12 @@ def input_scales(*, a13_scale: Any, a2_scale: Any, use_a16: bool = False, **_: A
     return torch.stack([first if first.ndim == 1 else first.amax(1), a2_scale.data.float()]).contiguous()
 
 
-def adopt(layer: torch.nn.Module, top_k: int) -> ExpertWeights:
+def adopt(layer: torch.nn.Module) -> ExpertWeights:
     """The layer's parameters as our kernels take them, its block scales in 128x4 order already; kept on it too.
 
     Gate and up keep their own global scales, put aside before vLLM dropped the up rows' (`fused_scales`).
     """
-    import torch
-
-    from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, large_m
+    from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights
 
     kept = getattr(layer, EXPERT_SCALES, None)
     one = layer.w13_weight_scale_2.data.float()
@@ -235,10 +234,17 @@ def adopt(layer: torch.nn.Module, top_k: int) -> ExpertWeights:
     problem = weights.problem()
     assert problem is None, problem
     layer.nvfp4_experts = weights
-    if layer.w13_weight.is_cuda:
-        large_m.warm_up(weights, top_k)
-        torch.cuda.current_stream().synchronize()  # kernels may read weights before the work ahead of them ends
     return weights
+
+
+def make_ready(spans: Any, weights: ExpertWeights, top_k: int, input_scales: torch.Tensor | None) -> None:
+    """On a card, before anything is captured: see `experts.warm_up`."""
+    import torch
+
+    from qwen_nvfp4_serve.kernels.admission import experts
+
+    torch.cuda.current_stream().synchronize()  # kernels may read weights before the work ahead of them ends
+    experts.warm_up(spans, weights, top_k, input_scales)
 
 
 def _is_ours(layer: torch.nn.Module) -> bool:

@@ -240,6 +240,29 @@ def test_plan_follows_the_number_of_tokens_and_passes_everything_on(monkeypatch:
     assert calls == [("few", 1), ("few", 4), ("many", 5)]
 
 
+def test_warm_up_calls_each_server_of_the_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m
+
+    calls: list[str] = []
+
+    class Named(Right):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self, call: ExpertsCall) -> None:
+            assert call.x.shape == (1, SHAPE.k)
+            assert call.ids.tolist() == [[0, 1]]
+            calls.append(self.name)
+
+    small, grouped, library = admission.EXPERTS
+    monkeypatch.setattr(experts, "servers", lambda: {name: Named(name) for name in admission.EXPERTS})
+    monkeypatch.setattr(large_m, "warm_up", lambda _weights, top_k: calls.append(f"tiles for {top_k}"))
+    case = experts_trial.make_case(SHAPE, torch.device("cpu"))
+    spans = (Span(8, small), Span(64, grouped), Span(128, small), Span(WITHOUT_LIMIT, library))
+    experts.warm_up(spans, case.weights, SHAPE.top_k, case.input_scales)
+    assert calls == [small, "tiles for 2", library]
+
+
 def test_plan_given_another_dtype_is_refused() -> None:
     case = experts_trial.make_case(SHAPE, torch.device("cpu"))
     call = case.call(Right(), slice(0, 1), case.x[:1].float())

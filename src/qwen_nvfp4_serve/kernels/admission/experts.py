@@ -147,6 +147,25 @@ def tokens_of(spans: Sequence[Span], name: str) -> int:
     return first.until if first is not None and first.candidate == name else 0
 
 
+def warm_up(spans: Sequence[Span], weights: ExpertWeights, top_k: int, input_scales: torch.Tensor | None) -> None:
+    """Compiles and allocates what calls of any number of tokens will need: a CUDA graph capture allows neither."""
+    device = weights.w13.device
+    x = torch.zeros(1, weights.hidden, dtype=torch.bfloat16, device=device)
+    call = ExpertsCall(
+        x=x,
+        weights=weights,
+        ids=torch.arange(top_k, dtype=torch.int32, device=device).unsqueeze(0),
+        shares=torch.ones(1, top_k, device=device, dtype=torch.float32),
+        y=torch.empty_like(x),
+        input_scales=input_scales,
+    )
+    for name in dict.fromkeys(span.candidate for span in spans):
+        if name == Grouped.name:
+            large_m.warm_up(weights, top_k)
+        else:
+            servers()[name].run(call)
+
+
 def run(spans: Sequence[Span], call: ExpertsCall) -> None:
     """Fills the call's y as the plan says for its number of tokens, of which there may be none.
 
