@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from anthropic import Anthropic
 from openai import BadRequestError, OpenAI
@@ -190,6 +192,33 @@ def test_anthropic_client_forces_or_forbids_a_call(anthropic: Anthropic, choice:
         extra_body={"temperature": 0},
     )
     assert sum(block.type == "tool_use" for block in said.content) == calls
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_ten_turns_with_what_the_model_said_compute_only_what_is_new(
+    embedded: Served, client: OpenAI, thinking: bool
+) -> None:
+    metrics = httpx.get(embedded.url.removesuffix("/v1") + "/metrics", timeout=30).text
+    found = re.search(r'cache_config_info\{[^}]*block_size="(\d+)"', metrics)
+    assert found
+    block = int(found[1])
+    asked: dict[str, Any] = {"model": "embedded", "tools": DRAFTS, "temperature": 0, "max_tokens": 60}
+    messages: list[Any] = [{"role": "system", "content": f"use the tools. {thinking}"}]
+    before, longest = 0, 0
+    for turn in range(10):
+        messages.append({"role": "user", "content": f"{JOB.first} {turn} " + "and so on " * 40})
+        answer = client.chat.completions.create(messages=messages, extra_body=kwargs(thinking), **asked)
+        usage, message = answer.usage, answer.choices[0].message
+        assert usage is not None
+        cached = (usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0) or 0
+        assert cached in (before // block * block, longest // block * block), (turn, cached, before, longest, block)
+        before, longest = usage.prompt_tokens, usage.prompt_tokens + usage.completion_tokens
+        messages.append(message)
+        results = [
+            {"role": "tool", "tool_call_id": call.id, "content": "ok " * 40} for call in message.tool_calls or ()
+        ]
+        messages += results
+    assert before > 2 * block
 
 
 def test_openai_client_gets_a_bad_request_as_its_own_error(client: OpenAI) -> None:
