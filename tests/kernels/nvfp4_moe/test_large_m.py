@@ -129,7 +129,7 @@ def run_ptx(text: str, codes: int, scales: tuple[int, int]) -> list[int]:
 
 
 @with_triton
-def test_decode_every_code_times_every_scale_is_exact() -> None:
+def test_decode_every_code_in_every_place_times_every_scale_is_exact() -> None:
     from qwen_nvfp4_serve.kernels.nvfp4 import decode_e2m1
     from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m_kernels
 
@@ -138,17 +138,18 @@ def test_decode_every_code_times_every_scale_is_exact() -> None:
     # As `_scales` and `_step` hand them over: E4M3 times 2^-8, times 2^112.
     scales = (every * 2.0**104).bfloat16()
     assert torch.equal(scales.double(), every.double() * 2.0**104)
+    bits = scales.view(torch.uint16).to(torch.int64).tolist()
     values = decode_e2m1(torch.arange(16, dtype=torch.uint8)).double()
-    for index, scale in enumerate(every.double().tolist()):
-        bits = int(scales[index].view(torch.uint16).to(torch.int64))
-        for codes in (0x76543210, 0xFEDCBA98, 0x1032547E):
-            words = run_ptx(text, codes, (bits | bits << 16, bits | bits << 16))
-            halves = torch.tensor([word >> 16 * half & 0xFFFF for word in words for half in range(2)])
-            decoded = halves.to(torch.int32).to(torch.uint16).view(torch.bfloat16).double()
-            nibbles = [codes >> 8 * byte & 0xF for byte in range(4)] + [
-                codes >> 8 * byte + 4 & 0xF for byte in range(4)
-            ]
-            assert torch.equal(decoded, values[nibbles] * scale * 2.0**-22), (index, hex(codes))
+    for first in range(0, 127, 4):
+        of_byte = [min(first + byte, 126) for byte in range(4)]
+        words = tuple(bits[of_byte[i]] | bits[of_byte[i + 1]] << 16 for i in (0, 2))
+        for start in range(16):
+            nibbles = [(start + place) % 16 for place in range(8)]
+            codes = sum(nibble << 4 * place for place, nibble in enumerate(nibbles))
+            halves = [word >> 16 * half & 0xFFFF for word in run_ptx(text, codes, words) for half in range(2)]
+            decoded = torch.tensor(halves, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).double()
+            wanted = values[nibbles[0::2] + nibbles[1::2]] * every.double()[of_byte * 2] * 2.0**-22
+            assert torch.equal(decoded, wanted), (of_byte, hex(codes))
 
 
 def test_tiles_to_measure_begin_with_those_in_use_and_none_comes_twice() -> None:
