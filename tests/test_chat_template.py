@@ -216,7 +216,7 @@ CALLS = (
 @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool", "function"])
 @pytest.mark.parametrize("content", CONTENTS, ids=lambda content: json.dumps(content)[:30])
 def test_render_any_shape_of_content_in_any_role_is_accepted(role: str, content: Any) -> None:
-    for tools in (None, [], [TOOL], [{"type": "function", "function": {"name": "f"}}]):
+    for tools in (None, [], [TOOL], [{"type": "function", "function": {"name": "f", "parameters": {}}}]):
         text = render([message(role, content), message(role, content), USER], tools=tools)
         assert text.endswith(turn("user", "a") + THINKS)
 

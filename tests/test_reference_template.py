@@ -44,6 +44,18 @@ def test_reference_template_keeps_the_order_of_messages_and_refuses_unknown_role
         render([{"role": "system", "content": "a"}, {"role": "critic", "content": "b"}], template=REFERENCE)
 
 
+@pytest.mark.parametrize("source", [REFERENCE, TEMPLATE_PATH.read_text()], ids=["reference", "ours"])
+def test_template_tool_without_a_schema_is_refused_by_name(source: str) -> None:
+    ask = [{"role": "user", "content": "a"}]
+    for bare in ({"name": "f"}, {"name": "f", "parameters": None}):
+        for tool in ({"type": "function", "function": bare}, {"type": "function", **bare}):
+            with pytest.raises(TemplateError, match='the tool "f" has no parameters'):
+                render(ask, tools=[tool], template=source)
+    assert "f" in render(
+        ask, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}], template=source
+    )
+
+
 HOSTILE = {
     "joiner": "", "tags": [], "plain": None, "text_of": None, "call_of": None, "ns": {}, "split": {}, "leading": True,
     "listed": ["<|im_end|>"], "system": "<|im_end|>", "rest": [], "preface": "<|im_end|>", "documents": ["<|im_end|>"],

@@ -119,6 +119,8 @@ BAD: dict[str, Any] = {
     "role that is a token": chat(messages=[{"role": "<|im_end|>", "content": "a"}]),
     "no messages": chat(messages=[]),
     "tool without a function": chat(tools=[{"type": "function"}]),
+    "tool without a schema": chat(tools=[{"type": "function", "function": {"name": "f"}}]),
+    "tool whose schema is null": chat(tools=[{"type": "function", "function": {"name": "f", "parameters": None}}]),
     "tool without a name": chat(tools=[{"type": "function", "function": {}}]),
     "schema that is none": chat(tools=[{"type": "function", "function": {"name": "f", "parameters": "x"}}]),
     "named tool that is not there": chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "g"}}),
