@@ -117,3 +117,10 @@ def test_joined_deltas_are_the_message() -> None:
 )
 def test_served_folder_goes_by_the_end_of_the_path(root: str | None, name: str | None) -> None:
     assert served_folder(root) == (FOLDER / name if name else None)
+
+
+def test_served_folder_of_a_copy_on_this_disk_is_the_copy(tmp_path: Path) -> None:
+    assert served_folder(str(tmp_path)) is None
+    (tmp_path / ANSWERS).write_text("[]")
+    assert served_folder(str(tmp_path)) == tmp_path
+    assert served_folder("x" * 5000) is None

@@ -7,6 +7,7 @@ is the one it was trained on, and a start is READY only when it gives a known an
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -167,9 +168,11 @@ def ready_answer(answers: Sequence[KnownAnswer]) -> KnownAnswer | None:
 
 
 def served_folder(root: str | None) -> Path | None:
-    """Our folder of the model that a server loaded from `root` (as `/v1/models` says); None for any other model.
-
-    The server may run elsewhere, in a container: only the path's end counts.
+    """Whose answers the model gives that a server loaded from `root`, as `/v1/models` says: `root` itself if it holds
+    some on this disk, else our own folder that the path's end names, since the server may run in a container. None for
+    any other model.
     """
+    if root and os.path.isabs(root) and os.path.isfile(os.path.join(root, ANSWERS)):
+        return Path(root)
     parts = PurePosixPath(root or "").parts[-2:]
     return FOLDER / parts[1] if len(parts) == 2 and parts[0] == FOLDER.name and parts[1] in NAMES else None
