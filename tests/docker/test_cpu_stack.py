@@ -128,9 +128,9 @@ def test_supervisor_that_is_killed_ends_the_container_and_it_serves_again(stack:
 
 
 def send(stack: Stack, name: str, title: str) -> None:
-    """A signal to every process of that title inside."""
+    """A signal to every process of that title inside; the container may end under the command (137)."""
     kill = f'for p in /proc/[0-9]*; do [ "$(cat $p/comm)" = {title} ] && kill -{name} "${{p#/proc/}}"; done; true'
-    assert stack.execute("sh", "-c", kill).returncode == 0
+    assert stack.execute("sh", "-c", kill).returncode in (0, 137)
 
 
 def last_failure(stack: Stack, count: int) -> str:
