@@ -134,6 +134,20 @@ def test_structured_output_obeys_and_reasoning_stays_apart(server: Served, kind:
     assert (whole.finish_reason, whole.calls) == ("stop", ())
 
 
+@pytest.mark.parametrize("thinking", [True, False])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    "asked", [{"regex": "[0-9]{2}"}, {"choice": ["42", "75", "56", "77"]}, {"json": {"type": "integer"}}]
+)
+def test_structured_output_gives_the_answer_that_is_given_without_it(
+    server: Served, asked: dict[str, Any], stream: bool, thinking: bool
+) -> None:
+    for question, right in (("What is 17 + 25?", "42"), ("What is 31 + 44?", "75")):
+        said = {"messages": [{"role": "user", "content": question}], "structured_outputs": asked}
+        answer = chat(server, stream=stream, thinking=thinking, **said)
+        assert (answer.content, answer.finish_reason) == (right, "stop"), answer
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_structured_output_without_its_reasoning_is_the_same_content(server: Served, stream: bool) -> None:
     shown = chat(server, stream=stream, thinking=True, response_format=NAMED)
