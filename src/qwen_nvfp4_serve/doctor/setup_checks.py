@@ -123,12 +123,12 @@ def check_plugin(facts: Facts) -> Check | None:
     if facts.plugins is None:
         return None
     if facts.plugins == 1:
-        return passed("plugin", "1", "1", "vLLM finds our plugin once")
+        return passed("plugin", "1", "1", "our plugin is installed once")
     return failed(
         "plugin",
         seen=str(facts.plugins),
         needed="1",
-        says=f"vLLM would find our plugin {facts.plugins} times",
+        says=f"our plugin is installed {facts.plugins} times",
         do="pip install -e . in this folder" if not facts.plugins else "uninstall the other copy of this package",
     )
 
