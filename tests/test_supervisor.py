@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -149,6 +150,20 @@ def test_run_supervisor_killed_outright_takes_the_whole_tree_along_within_5_s() 
     driver.wait()
     _, alive = psutil.wait_procs(below, timeout=5)
     assert not alive
+
+
+def test_run_end_is_reported_after_everything_that_the_child_said() -> None:
+    made, rows = supervisor("print('INFO Starting to load model /x...'); raise ValueError('last words')", ready=False)
+    said = made.report
+
+    def slowly(stage: Stage, message: str) -> None:
+        if stage == "load":
+            time.sleep(0.5)
+        said(stage, message)
+
+    dataclasses.replace(made, report=slowly).run()
+    assert [stage for stage, _ in rows] == ["load", "load", "failed"]
+    assert "last words" in rows[-1][1]
 
 
 def test_run_stage_lines_of_vllm_are_reported_once_and_in_order() -> None:

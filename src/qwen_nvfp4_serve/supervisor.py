@@ -37,6 +37,7 @@ DRAIN_MARGIN_S = 5.0  # for a drain to end its last streams, before SIGTERM goes
 ENGINE_GRACE_S = 4.0  # vLLM ends open streams with an error at once when its engine dies, and itself after 5 s
 ENGINE_TITLE = "VLLM::"  # titles of the engine core and of the workers (vllm/utils/system_utils.py, 0.32 and 0.33)
 REAP_S = 5.0
+READ_S = 2.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 # Reads until its standard input ends, which this process holds open: so it outlives us, however we end, and no longer.
 GUARD = 'trap "" HUP INT TERM; read -r _; kill -s KILL -- "-$1"'
@@ -107,7 +108,7 @@ class Supervisor:
         reader.start()
         threading.Thread(target=self._await_ready, args=(child, began), daemon=True).start()
         try:
-            return self._watch(child)
+            return self._watch(child, reader)
         finally:
             end_all(child.pid)
             guard.wait()
@@ -115,7 +116,7 @@ class Supervisor:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _watch(self, child: subprocess.Popen[str]) -> int:
+    def _watch(self, child: subprocess.Popen[str], reader: threading.Thread) -> int:
         deadline = time.monotonic() + self.start_timeout_s
         while child.poll() is None:
             if self._signals:
@@ -124,6 +125,7 @@ class Supervisor:
                 self.report("failed", fault)
                 return EXIT_FAILED
             time.sleep(POLL_S)
+        reader.join(timeout=READ_S)  # what it said last may be why; a process that outlives it holds the pipe open
         when = "while serving" if self._ready.is_set() else "before it was READY"
         self.report("failed", f"vLLM ended by itself {when} (its exit code {child.returncode}). {self._cause()}")
         return EXIT_FAILED
