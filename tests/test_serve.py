@@ -170,6 +170,18 @@ def test_child_environment_prepends_python_path(machine: Any) -> None:
     assert merged["KEEP"] == "1"
 
 
+def test_sockets_lie_in_a_folder_of_their_own_unless_that_is_too_deep_for_one() -> None:
+    for depth in range(60, 90):
+        folder = "/" + "d" * (depth - 1)
+        address = f"{folder}/{'u' * 36}"
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.bind(address)
+            except OSError as error:
+                fits = "too long" not in str(error)  # else the folder is not there
+        assert serve.meeting_in(folder) == ({"VLLM_RPC_BASE_PATH": folder} if fits else {}), depth
+
+
 def test_ready_message_is_a_curl_line_with_the_key_variable_only_when_needed(machine: Any) -> None:
     machine()
     made, _ = prepare()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from qwen_nvfp4_serve import preflight
@@ -38,6 +39,8 @@ from qwen_nvfp4_serve.supervisor import Supervisor
 from qwen_nvfp4_serve.units import gib
 
 PROGRESS_EVERY_S = 5.0
+SOCKET_ADDRESS_BYTES = 107  # unix(7): 108 with the end mark
+SOCKET_NAME_BYTES = 36  # a UUID (vllm/utils/network_utils.py, 0.32 and 0.33)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,15 +226,25 @@ def child_environment(launch: Launch, environ: Mapping[str, str] | None = None) 
     return base | added
 
 
+def meeting_in(folder: str) -> dict[str, str]:
+    """Puts the sockets of vLLM's processes, which they leave behind, into `folder`; unless it is too deep for one."""
+    deepest = len(os.fsencode(folder)) + 1 + SOCKET_NAME_BYTES
+    return {"VLLM_RPC_BASE_PATH": folder} if deepest <= SOCKET_ADDRESS_BYTES else {}
+
+
 def run(prepared: Prepared, report: Report) -> int:
     """Start the server and stay until it ends; the exit code of the command (see Supervisor.run)."""
     settings = prepared.settings
     # In a container BIND_HOST is the address that the engine publishes; it does not exist inside.
-    with preflight.claimed_port("0.0.0.0" if in_container() else settings.bind_host, settings.port):
-        return _run(prepared, report)
+    with (
+        preflight.claimed_port("0.0.0.0" if in_container() else settings.bind_host, settings.port),
+        TemporaryDirectory(prefix="qwen-nvfp4-", ignore_cleanup_errors=True) as sockets,
+    ):
+        return _run(prepared, report, sockets)
 
 
-def _run(prepared: Prepared, report: Report) -> int:
+def _run(prepared: Prepared, report: Report, sockets: str) -> int:
+    """sockets: an empty folder that goes when the server has ended."""
     launch, settings = prepared.launch, prepared.settings
     url = f"http://127.0.0.1:{settings.port}/v1" if in_container() else launch.url
     report = recording(report, state_path(None if in_container() else settings.port), url=url, model=launch.model_id)
@@ -239,7 +252,7 @@ def _run(prepared: Prepared, report: Report) -> int:
         download(prepared.model, settings, report)
     supervisor = Supervisor(
         argv=launch.argv,
-        environment=child_environment(launch),
+        environment=meeting_in(sockets) | child_environment(launch),
         probe=_probe(prepared, url),
         pulse=pulse(url, launch.model_id, secret_key(settings)) if settings.hang_timeout_s else None,
         hang_timeout_s=settings.hang_timeout_s,

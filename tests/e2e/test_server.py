@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -121,8 +122,11 @@ def test_second_server_on_the_same_port_is_refused_in_one_line(server: Served, t
     assert "PORT" in done.stderr
 
 
-def test_sigterm_with_a_stream_open_leaves_no_process_and_no_port(tmp_path: Path) -> None:
-    with serve(tmp_path, SHUTDOWN_TIMEOUT_S="1", VLLM_API_KEY="key-1") as served:
+def test_sigterm_with_a_stream_open_leaves_no_process_no_port_and_no_socket(tmp_path: Path) -> None:
+    with (
+        tempfile.TemporaryDirectory() as temporary,  # tmp_path is too deep for the addresses of sockets
+        serve(tmp_path, SHUTDOWN_TIMEOUT_S="1", VLLM_API_KEY="key-1", TMPDIR=temporary) as served,
+    ):
         assert httpx.get(f"{served.url}/models").status_code == 401
         family = psutil.Process(served.process.pid).children(recursive=True)
         assert len(family) >= 3
@@ -131,6 +135,7 @@ def test_sigterm_with_a_stream_open_leaves_no_process_and_no_port(tmp_path: Path
         reader.start()
         assert started.wait(60)
         assert served.stop() == 0
+        assert not [path for path in Path(temporary).rglob("*") if path.is_socket()]
     _, alive = psutil.wait_procs(family, timeout=5)
     assert not alive
     assert not [
