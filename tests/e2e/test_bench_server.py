@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.conftest import harness
-from tests.e2e.serving import COMMAND, Served, serve
+from tests.e2e.serving import COMMAND, Served
 
 from qwen_nvfp4_serve.bench.prompts import WORDS
 from qwen_nvfp4_serve.bench.result import Result, read_result
@@ -31,9 +31,8 @@ NOISE, ROUNDS = 0.25, 4
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(tmp_path_factory.mktemp("server")) as served:
-        yield served
+def server(embedded: Served) -> Served:
+    return embedded
 
 
 def bench(server: Served, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

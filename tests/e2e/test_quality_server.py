@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.e2e.serving import COMMAND, Served, serve
+from tests.e2e.serving import COMMAND, Served
 
 from qwen_nvfp4_serve.quality.result import Outcome, Result, read_result
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
-REFERENCE = Path(__file__).resolve().parents[2] / "src" / "qwen_nvfp4_serve" / "data" / "reference" / "moe"
 # Kinds near what the model was trained on; docs/quality.md has what it scores on the others.
 KNOWN = {"difference", "one", "pick", "two", "result"}
 MOST_MISSED = 1  # of either part: the model misses 3 of 80 needles
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(tmp_path_factory.mktemp("server"), MODEL=str(REFERENCE), CHAT_TEMPLATE="checkpoint") as served:
-        yield served
+def server(embedded: Served) -> Served:
+    return embedded
 
 
 def quality(server: Served, out: Path, *words: str) -> subprocess.CompletedProcess[str]:
