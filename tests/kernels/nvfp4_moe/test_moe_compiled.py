@@ -24,14 +24,15 @@ LANE_WEIGHTS_PER_MMA = 8  # 16 MMAs multiply a lane's 128 weights
 # Threads of a CTA, CTAs that a multiprocessor is meant to hold, MMAs of one tile of tokens.
 MEANT = {
     "gate_up_kernelILi4ELb1": (128, 5, 32),
-    "gate_up_kernelILi4ELb0": (128, 4, 32),
+    "gate_up_kernelILi4ELb0": (128, 5, 32),
     "gate_up_kernelILi8ELb1": (256, 2, 32),
     "gate_up_kernelILi8ELb0": (256, 2, 32),
     "down_kernelILb1": (288, 2, 16),
-    "down_kernelILb0": (256, 2, 16),
+    "down_kernelILb0": (512, 1, 32),
 }
+BLOCKS_BEFORE_90 = {"gate_up_kernelILi4ELb0": 4}  # it takes more registers there
 # Most dynamic shared memory: 32 tokens of 16 experts (csrc/moe.cu, DownMemory).
-MOST_DYNAMIC_BYTES = {"down_kernelILb1": 1024, "down_kernelILb0": (3 * 512 + 32 + 544 * 8) * 4}
+MOST_DYNAMIC_BYTES = {"down_kernelILb1": 1024, "down_kernelILb0": (5 * 512 + 32 + 544 * 16) * 4}
 
 
 def shared_bytes(report: str) -> int:
@@ -44,6 +45,7 @@ class Compiled:
     """The library's kernels for one card."""
 
     def __init__(self, card: str, folder: Path) -> None:
+        self.card = card
         self.binary = folder / f"moe-{card}.so"
         command = [*build.compile_command(build.NVFP4_MOE, "nvcc", self.binary, (card,)), "-Xptxas=-v"]
         log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
@@ -71,6 +73,8 @@ def test_compiled_kernels_fit_as_often_as_they_are_meant_to(
 ) -> None:
     for part, (threads, blocks, _) in MEANT.items():
         kernel = compiled.named(part)
+        if int(compiled.card.rstrip("a")) < 90:
+            blocks = BLOCKS_BEFORE_90.get(part, blocks)  # noqa: PLW2901
         shared = compiled.shared_bytes.get(kernel.name, 0) + MOST_DYNAMIC_BYTES.get(part, 0)
         record_property(part, f"{kernel.registers} registers, {shared} bytes shared")
         assert (kernel.registers + 7) // 8 * 8 * threads * blocks <= PROCESSOR_REGISTERS

@@ -29,7 +29,7 @@ class MoeCall(ctypes.Structure):
         ("shared", Experts),
         *((name, ctypes.c_void_p) for name in ("x", "y", "ids", "weights", "shared_share", "intermediate")),
         *((name, ctypes.c_int64) for name in ("x_stride", "y_stride")),
-        *((name, ctypes.c_int32) for name in ("m", "hidden", "top_k", "dependent")),
+        *((name, ctypes.c_int32) for name in ("m", "hidden", "top_k", "dependent", "octets")),
     )
 
 

@@ -49,11 +49,13 @@ def experts(
     shared_share: torch.Tensor | None = None,
     intermediate: torch.Tensor | None = None,
     dependent: bool = True,
+    octets: int = 0,
 ) -> torch.Tensor:
     """Fills and returns y, bf16 [M, H] with rows at multiples of 8 elements, by default a new one.
 
     x: bf16 [M, H], rows at multiples of 8 elements. shared_share: float32 [M], None for 1. intermediate: where h goes,
-    by default into memory of this call alone.
+    by default into memory of this call alone. octets: of rows that a CTA of the first product takes, instead of the
+    number chosen for M, for measurements.
     """
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
     h = intermediate_buffer(x, weights, ids.shape[1], shared) if intermediate is None else intermediate
@@ -72,6 +74,7 @@ def experts(
         hidden=x.shape[1],
         top_k=ids.shape[1],
         dependent=int(dependent),
+        octets=octets,
     )
     error = _enqueue("nvfp4_moe_experts", call, x.device)
     binding.check(error, f"NVFP4 experts of {x.shape[0]} tokens, {weights.experts} of {weights.intermediate}")

@@ -37,6 +37,7 @@ struct MoeParams {
     __nv_bfloat16* h;
     int64_t x_stride, y_stride;
     int m, hidden, top_k, pairs;
+    int octets;  // of a CTA of gate_up
 };
 
 // Weights and scales of one step of an octet, as one lane holds them.
@@ -48,19 +49,27 @@ struct Octet {
 // Where a lane finds its part of a step, in bytes from the start of an expert's matrix of k columns and of its scales.
 // Known before the expert is, so that little is left to do between its election and the first request.
 struct Place {
-    int weights, scales;
-    bool inside;  // past k there is nothing to load
+    int weights, scales, column;
 
     __device__ __forceinline__ Place(int octet, int step, int k) {
-        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, column = lane_column(step, g, t);
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        column = lane_column(step, g, t);
         weights = (row_of<kParts>(octet, g, 0) * k + column) / 2;
         scales = int(scale_offset<kParts>(octet, (k + 63) / 64, step, g, t));
-        inside = column < k;
+    }
+
+    // Octets further on in the same scale tile, two rows of each quarter apart; and steps further on in the rows.
+    __device__ __forceinline__ Place moved(int octets, int steps, int k) const {
+        Place place = *this;
+        place.weights += octets * k + steps * (kStepColumns / 2);
+        place.scales += octets * (2 * 16) + steps * (2 * kParts * kTileBytes);
+        place.column += steps * kStepColumns;
+        return place;
     }
 };
 
 __device__ __forceinline__ void load_octet(Octet& o, const uint8_t* packed, const uint8_t* scales, Place place, int k) {
-    if (place.inside) {
+    if (place.column < k) {  // past k there is nothing to load
 #pragma unroll
         for (int q = 0; q < 4; ++q) o.weights[q] = load_weights(packed + (place.weights + q * (32 * k / 2)));
         o.scales = load_weights(scales + place.scales);
@@ -150,21 +159,31 @@ __device__ __forceinline__ int list_pairs(const MoeParams& p, const Matches& mat
     return before;
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kGateUpWarps = 16;  // that a multiprocessor is meant to hold; more would spill here
+#else
+constexpr int kGateUpWarps = 20;
+#endif
 constexpr int kNarrowWarps = 4, kWideWarps = 8;  // of gate_up: a step of the columns each, up to 2048 or 4096
 
-// Single: one token, so no lists, and weights leave their registers as they are used.
+// Single: one token, so no lists. Otherwise a CTA has p.octets neighbouring octets of a routed expert's gate rows, or one of
+// the shared expert's. Weights leave their registers as they are used, and what the warp needs next of the gate's or the
+// up's rows is requested at once: the next step, the next tile of tokens (the same again, near by then) or the next octet.
 template <int Warps, bool Single>
-__global__ void __launch_bounds__(Warps * 32, Single ? 20 / Warps : 16 / Warps) gate_up_kernel(const __grid_constant__ MoeParams p) {
+__global__ void __launch_bounds__(Warps * 32, (Single ? 20 : kGateUpWarps) / Warps) gate_up_kernel(const __grid_constant__ MoeParams p) {
     constexpr int threads = Warps * 32, round = Single ? kTileTokens : kMaxTokens;  // entries of a round
-    __shared__ float sums[round / kTileTokens][Warps][2][kTileValues];
+    constexpr int slots = Single ? 1 : 2 * kMaxTokens / kTileTokens;  // tiles of octets whose sums wait to be added up
+    __shared__ float sums[slots][Warps][2][kTileValues];
     __shared__ Matches matches;
     __shared__ uint16_t entries[Single ? 1 : kMaxPairs];
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const bool shared = blockIdx.y < unsigned(p.shared.count);  // the shared expert has the most tokens and comes first
+    const int shared_ctas = p.shared.count * p.octets;  // the shared expert has the most tokens and comes first
+    const bool shared = int(blockIdx.y) < shared_ctas;
     const Experts& experts = shared ? p.shared : p.routed;
-    const int size = experts.intermediate, octet = blockIdx.x, pair = blockIdx.y - p.shared.count, steps = steps_of(p.hidden);
-    const bool exists = octet < gate_octets(size);
-    const Place gate_place(octet, warp, p.hidden), up_place(up_octet(octet, size), warp, p.hidden);
+    const int size = experts.intermediate, pair = blockIdx.y - shared_ctas, steps = steps_of(p.hidden);
+    const int octets = Single || shared ? 1 : p.octets, first_octet = blockIdx.x * p.octets + (shared ? blockIdx.y : 0);
+    const bool exists = first_octet < gate_octets(size);
+    const Place place(first_octet, warp, p.hidden);
 
     int expert = 0, count = Single ? 1 : p.m;
     if (!shared || !exists) {
@@ -177,9 +196,12 @@ __global__ void __launch_bounds__(Warps * 32, Single ? 20 / Warps : 16 / Warps) 
     }
     const uint8_t* packed = experts.w13 + int64_t(expert) * size * p.hidden;
     const uint8_t* scales = experts.w13_scales + int64_t(expert) * (size / 8) * p.hidden;
+    // Up rows lie whole scale tiles further, or are other quarters of the same octet.
+    const uint8_t* up_packed = packed + int64_t(up_octet(0, size)) * kOctetRows * (p.hidden / 2);
+    const uint8_t* up_scales = scales + int64_t(up_octet(0, size)) * kOctetRows * ((p.hidden + 63) / 64 * 4);
     Octet gate, up;
-    load_octet(gate, packed, scales, gate_place, p.hidden);
-    load_octet(up, packed, scales, up_place, p.hidden);
+    load_octet(gate, packed, scales, place, p.hidden);
+    load_octet(up, up_packed, up_scales, place, p.hidden);
     if (shared) {
         wait_for_producer();
         release_dependents();
@@ -192,70 +214,92 @@ __global__ void __launch_bounds__(Warps * 32, Single ? 20 / Warps : 16 / Warps) 
     const auto token_at = [&](int entry) { return Single ? 0 : shared ? entry : int(entries[entry]) / p.top_k; };
 
     for (int first = 0; first < count; first += round) {
-        const int here = min(round, count - first), tiles = (here + kTileTokens - 1) / kTileTokens;
-        for (int step = warp; step < steps; step += Warps) {
-            const bool again = step > warp;
-            if (again || first > 0) {
-                load_octet(gate, packed, scales, Place(octet, step, p.hidden), p.hidden);
-                load_octet(up, packed, scales, Place(up_octet(octet, size), step, p.hidden), p.hidden);
-            }
-            for (int tile = 0; tile < tiles; ++tile) {
-                const int entry = tile * kTileTokens + g / kParts;
-                Word4 x[4];
-                load_activations(x, entry < here ? p.x + token_at(first + entry) * p.x_stride : nullptr, step, p.hidden);
-                const float gate_sum = multiply(gate, x), up_sum = multiply(up, x);
-                if (parts_meet(g, t)) {
-                    float &of_gate = sums[tile][warp][0][lane_value(g, t)], &of_up = sums[tile][warp][1][lane_value(g, t)];
-                    of_gate = again ? of_gate + gate_sum : gate_sum;
-                    of_up = again ? of_up + up_sum : up_sum;
+        const int here = min(round, count - first), tiles = (here + kTileTokens - 1) / kTileTokens, batch = max(slots / tiles, 1);
+        const bool same_activations = tiles == 1 && steps <= Warps;  // for all octets
+        Word4 x[4];
+        if (first > 0) {
+            load_octet(gate, packed, scales, place, p.hidden);
+            load_octet(up, up_packed, up_scales, place, p.hidden);
+        }
+#pragma unroll 1
+        for (int done = 0; done < octets; done += batch) {
+            const int stop = min(done + batch, octets);
+#pragma unroll 1
+            for (int octet = done, tile = 0; octet < stop;) {
+                float(&slot_sums)[Warps][2][kTileValues] = sums[(octet - done) * tiles + tile];
+                const bool last_tile = tile + 1 == tiles;
+#pragma unroll 1
+                for (int step = warp; step < steps; step += Warps) {
+                    const bool again = step > warp, ends_row = step + Warps >= steps;
+                    const int next_octet = ends_row && last_tile ? octet + 1 : octet;
+                    const Place next = place.moved(next_octet, ends_row ? 0 : step + Warps - warp, p.hidden);
+                    const int entry = tile * kTileTokens + g / kParts;
+                    if (octet == 0 || !same_activations)
+                        load_activations(x, entry < here ? p.x + token_at(first + entry) * p.x_stride : nullptr, step, p.hidden);
+                    const float gate_sum = multiply(gate, x);
+                    if (next_octet < octets) load_octet(gate, packed, scales, next, p.hidden);
+                    const float up_sum = multiply(up, x);
+                    if (next_octet < octets) load_octet(up, up_packed, up_scales, next, p.hidden);
+                    if (parts_meet(g, t)) {
+                        float &of_gate = slot_sums[warp][0][lane_value(g, t)], &of_up = slot_sums[warp][1][lane_value(g, t)];
+                        of_gate = again ? of_gate + gate_sum : gate_sum;
+                        of_up = again ? of_up + up_sum : up_sum;
+                    }
                 }
+                octet += last_tile, tile = last_tile ? 0 : tile + 1;
             }
-        }
-        __syncthreads();
-        const int up_shift = up_quarters(size) * 2, working = min(steps, Warps);
-        for (int i = threadIdx.x; i < here * kOctetRows; i += threads) {
-            const int entry = i / kOctetRows, value = i % kTileValues, row = value_row(octet, value);
-            if (row >= size) continue;
-            float gate_sum = 0.0f, up_sum = 0.0f;
-            for (int w = 0; w < working; ++w) {
-                gate_sum += sums[entry / kTileTokens][w][0][value];
-                up_sum += sums[entry / kTileTokens][w][1][value + up_shift];
+            __syncthreads();
+            const int up_shift = up_quarters(size) * 2, working = min(steps, Warps), values = here * kOctetRows;
+            for (int i = threadIdx.x; i < values * (stop - done); i += threads) {
+                const int octet = i / values, entry = i % values / kOctetRows, value = i % values % kTileValues;
+                const int row = value_row(first_octet + done + octet, value);
+                if (row >= size) continue;
+                const float(&slot_sums)[Warps][2][kTileValues] = sums[octet * tiles + entry / kTileTokens];
+                float gate_sum = 0.0f, up_sum = 0.0f;
+                for (int w = 0; w < working; ++w) {
+                    gate_sum += slot_sums[w][0][value];
+                    up_sum += slot_sums[w][1][value + up_shift];
+                }
+                gate_sum = gate_sum * kUnscale * gate_scale, up_sum = up_sum * kUnscale * up_scale;
+                const int64_t at = intermediate_offset(shared, row_at(first + entry), p.pairs, p.routed.intermediate, size);
+                p.h[at + row] = __float2bfloat16_rn(gate_sum * sigmoid(gate_sum) * up_sum);
             }
-            gate_sum = gate_sum * kUnscale * gate_scale, up_sum = up_sum * kUnscale * up_scale;
-            const int64_t at = intermediate_offset(shared, row_at(first + entry), p.pairs, p.routed.intermediate, size);
-            p.h[at + row] = __float2bfloat16_rn(gate_sum * sigmoid(gate_sum) * up_sum);
+            if (stop < octets || first + round < count) __syncthreads();
         }
-        if (first + round < count) __syncthreads();
     }
 }
 
-// Shared memory of down_kernel: ids and weights of every pair, the pairs whose expert is new, every token's share of the
-// shared expert, sums of pairs and tokens.
+// Shared memory of down_kernel: ids and weights of every pair, its expert's scale, the pairs whose expert is new, for each
+// pair the next one of its expert, every token's share of the shared expert, sums of pairs and tokens.
 struct DownMemory {
     int* ids;
     float* weights;
+    float* scales;
     int* firsts;
+    int* nexts;
     float* shares;
     float* values;
 
     __host__ __device__ static int padded(int pairs) { return (pairs + 31) / 32 * 32; }
-    __host__ static size_t bytes(int pairs, int m) { return (padded(pairs) * 3 + kMaxTokens + (pairs + m) * kOctetRows) * sizeof(float); }
+    __host__ static size_t bytes(int pairs, int m, int rows) { return (padded(pairs) * 5 + kMaxTokens + (pairs + m) * rows) * sizeof(float); }
     __device__ DownMemory(void* memory, int pairs)
-        : ids(static_cast<int*>(memory)), weights(reinterpret_cast<float*>(ids + padded(pairs))), firsts(ids + 2 * padded(pairs)),
-          shares(weights + 2 * padded(pairs)), values(shares + kMaxTokens) {}
+        : ids(static_cast<int*>(memory)), weights(reinterpret_cast<float*>(ids + padded(pairs))), scales(weights + padded(pairs)),
+          firsts(ids + 3 * padded(pairs)), nexts(ids + 4 * padded(pairs)), shares(weights + 4 * padded(pairs)), values(shares + kMaxTokens) {}
 
     // Ids of no expert become negative.
     __device__ __forceinline__ void fill(const MoeParams& p) const {
         for (int i = threadIdx.x; i < padded(p.pairs); i += blockDim.x) {
-            const int id = i < p.pairs ? __ldcg(p.ids + i) : -1;
-            ids[i] = id < p.routed.count ? id : -1;
+            const int given = i < p.pairs ? __ldcg(p.ids + i) : -1, id = given < p.routed.count ? given : -1;
+            ids[i] = id;
+            scales[i] = id < 0 ? 0.0f : p.routed.down_scale[id];
             weights[i] = i < p.pairs ? __ldcg(p.weights + i) : 0.0f;
         }
         if (threadIdx.x < p.m) shares[threadIdx.x] = p.shared_share ? __ldcg(p.shared_share + threadIdx.x) : 1.0f;
     }
 };
 
-// Lists the pairs whose expert no earlier pair elected, and returns how many. After fill().
+// Lists the pairs whose expert no earlier pair elected, and after each pair the next one of its expert, -1 after the last.
+// Returns how many experts were elected. After fill().
 __device__ __forceinline__ int elected_experts(const MoeParams& p, const DownMemory& memory) {
     __shared__ unsigned first_masks[kMaxPairs / 32];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, chunks = (p.pairs + 31) / 32;
@@ -263,7 +307,14 @@ __device__ __forceinline__ int elected_experts(const MoeParams& p, const DownMem
     for (int chunk = warp; chunk < chunks; chunk += warps) {
         const int at = chunk * 32 + lane, id = memory.ids[at];
         bool first = id >= 0;
-        for (int i = 0; i < at; ++i) first = first && memory.ids[i] != id;
+        int next = -1;
+#pragma unroll 4
+        for (int i = chunks * 32 - 1; i >= 0; --i) {
+            const bool same = memory.ids[i] == id;
+            if (same && i > at) next = i;
+            if (same && i < at) first = false;
+        }
+        memory.nexts[at] = next;
         const unsigned mask = __ballot_sync(kAllLanes, first);
         if (lane == 0) first_masks[chunk] = mask;
     }
@@ -309,64 +360,78 @@ __device__ __forceinline__ void down_single(const MoeParams& p, const DownMemory
     if (t / 2 == 0 && parts_meet(g, t)) memory.values[((shared ? p.pairs : 0) + row) * kOctetRows + lane_value(g, t)] = sum;
 }
 
-// Several tokens' experts, dealt out to the warps; the shared expert has the most tokens and comes first.
+constexpr int kSeveralOctets = 2;  // of output rows, neighbours, of a CTA that serves several tokens
+constexpr int kSeveralRows = kSeveralOctets * kOctetRows;
+
+// Several tokens' experts, dealt out to the warps; the shared expert comes first, each two of its tokens as an expert of
+// their own. Weights leave their registers as they are used, and what the warp needs next is requested at once: the same
+// again for an expert's next two tokens, the next step of its columns or the next expert.
 __device__ __forceinline__ void down_several(const MoeParams& p, const DownMemory& memory) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
-    const int with_shared = p.shared.count;
+    const int of_shared = p.shared.count ? (p.m + kTileTokens - 1) / kTileTokens : 0;
+    const int routed_size = p.routed.intermediate, shared_size = p.shared.intermediate;
+    const float shared_scale = p.shared.count ? *p.shared.down_scale : 0.0f;
     memory.fill(p);
-    const int slots = elected_experts(p, memory) + with_shared;
-    const auto expert_of = [&](int slot) { return slot < with_shared ? 0 : memory.ids[memory.firsts[slot - with_shared]]; };
-    const auto load = [&](Octet& o, int slot, int step) {
-        const Experts& experts = slot < with_shared ? p.shared : p.routed;
-        load_down(o, p, experts, expert_of(slot), Place(blockIdx.x, step, experts.intermediate));
+    const int slots = elected_experts(p, memory) + of_shared;
+    const auto first_of = [&](int slot) { return slot >= slots ? -1 : slot < of_shared ? slot * kTileTokens : memory.firsts[slot - of_shared]; };
+    const auto load = [&](Octet& o, int slot, int first, int step, int octet) {
+        const bool shared = slot < of_shared;
+        const int size = shared ? shared_size : routed_size;
+        const Place place = Place(blockIdx.x * kSeveralOctets, 0, size).moved(octet, step, size);
+        load_down(o, p, shared ? p.shared : p.routed, shared ? 0 : memory.ids[first], place);
     };
-    int slot = warp, step = 0;
-    Octet octet;
-    if (slot < slots) load(octet, slot, 0);
+    const auto second_of = [&](int slot, int row) { return slot >= of_shared ? memory.nexts[row] : row + 1 < p.m ? row + 1 : -1; };
+    const auto activations = [&](Word4(&x)[4], int slot, int row, int second, int step) {
+        const bool shared = slot < of_shared;
+        const int size = shared ? shared_size : routed_size, mine = g / kParts ? second : row;
+        load_activations(x, mine < 0 ? nullptr : p.h + intermediate_offset(shared, mine, p.pairs, routed_size, size), step, size);
+    };
+    int slot = warp, step = 0, row = first_of(slot);  // row: the first of the two pairs, or tokens, to be served
+    Octet octets[kSeveralOctets];
+    if (slot < slots) {
+#pragma unroll
+        for (int o = 0; o < kSeveralOctets; ++o) load(octets[o], slot, row, 0, o);
+    }
     wait_for_producer();
     release_dependents();
 
+    int second = slot < slots ? second_of(slot, row) : -1;
+    Word4 x[4];
+    if (slot < slots) activations(x, slot, row, second, 0);
 #pragma unroll 1
     while (slot < slots) {
-        const bool shared = slot < with_shared;
-        const Experts& experts = shared ? p.shared : p.routed;
-        const int expert = expert_of(slot), size = experts.intermediate;
-        const bool ends = step + 1 >= steps_of(size);
-        const int next_slot = ends ? slot + warps : slot, next_step = ends ? 0 : step + 1;
-        Octet next;
-        if (next_slot < slots) load(next, next_slot, next_step);
-        const float scale = experts.down_scale[expert];
-#pragma unroll 1
-        for (int chunk = 0; chunk < (shared ? 1 : (p.pairs + 31) / 32); ++chunk) {
-            unsigned elected = shared ? kAllLanes >> (32 - p.m) : __ballot_sync(kAllLanes, memory.ids[chunk * 32 + lane] == expert);
-#pragma unroll 1
-            while (elected) {
-                int rows[kTileTokens];
+        const bool shared = slot < of_shared;
+        const int stored = t / 2 ? second : row;
+        const float scale = (shared ? shared_scale : memory.scales[row]) * kUnscale;
+        int next_row = shared || second < 0 ? -1 : memory.nexts[second], next_step = step, next_slot = slot;
+        if (next_row < 0) {
+            const bool ends = step + 1 >= steps_of(shared ? shared_size : routed_size);
+            next_step = ends ? 0 : step + 1, next_slot = ends ? slot + warps : slot, next_row = first_of(next_slot);
+        }
+        const int next_second = next_slot < slots ? second_of(next_slot, next_row) : -1;
+        Word4 next_x[4];
+        if (next_slot < slots) activations(next_x, next_slot, next_row, next_second, next_step);
 #pragma unroll
-                for (int i = 0; i < kTileTokens; ++i) {
-                    rows[i] = elected ? chunk * 32 + __ffs(elected) - 1 : -1;
-                    elected &= elected - 1;
-                }
-                const int mine = g / kParts ? rows[1] : rows[0], stored = t / 2 ? rows[1] : rows[0];
-                Word4 x[4];
-                load_activations(x, mine < 0 ? nullptr : p.h + intermediate_offset(shared, mine, p.pairs, p.routed.intermediate, size), step, size);
-                const float sum = multiply(octet, x) * kUnscale;
-                if (stored >= 0 && parts_meet(g, t)) {
-                    float& value = memory.values[((shared ? p.pairs : 0) + stored) * kOctetRows + lane_value(g, t) % kOctetRows];
-                    value = fmaf(sum, scale, step > 0 ? value : 0.0f);
-                }
+        for (int o = 0; o < kSeveralOctets; ++o) {
+            const float sum = multiply(octets[o], x);
+            if (next_slot < slots) load(octets[o], next_slot, next_row, next_step, o);
+            if (stored >= 0 && parts_meet(g, t)) {
+                float& value = memory.values[((shared ? p.pairs : 0) + stored) * kSeveralRows + o * kOctetRows + lane_value(g, t) % kOctetRows];
+                value = fmaf(sum, scale, step > 0 ? value : 0.0f);
             }
         }
-        octet = next;
-        slot = next_slot, step = next_step;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = next_x[i];
+        row = next_row, second = next_second, step = next_step, slot = next_slot;
     }
 }
 
 // Single: one token, whose experts have a warp each.
-constexpr int kSingleWarps = 9, kSeveralWarps = 8;
+constexpr int kSingleWarps = 9, kSeveralWarps = 16;
 
 template <bool Single>
-__global__ void __launch_bounds__((Single ? kSingleWarps : kSeveralWarps) * 32, 2) down_kernel(const __grid_constant__ MoeParams p) {
+__global__ void __launch_bounds__((Single ? kSingleWarps : kSeveralWarps) * 32, Single ? 2 : 1) down_kernel(const __grid_constant__ MoeParams p) {
+    constexpr int octets = Single ? 1 : kSeveralOctets, rows = octets * kOctetRows;
     const DownMemory memory(dynamic_shared(), p.pairs);
     if (Single) {
         down_single(p, memory);
@@ -374,15 +439,16 @@ __global__ void __launch_bounds__((Single ? kSingleWarps : kSeveralWarps) * 32, 
         down_several(p, memory);
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < p.m * kOctetRows; i += blockDim.x) {
-        const int token = i / kOctetRows, value = i % kOctetRows;
+    for (int i = threadIdx.x; i < p.m * rows; i += blockDim.x) {
+        const int token = i / rows, value = i % rows;
         float sum = 0.0f;
         for (int rank = 0; rank < p.top_k; ++rank) {
             const int pair = token * p.top_k + rank;
-            if (memory.ids[pair] >= 0) sum = fmaf(memory.weights[pair], memory.values[pair * kOctetRows + value], sum);
+            if (memory.ids[pair] >= 0) sum = fmaf(memory.weights[pair], memory.values[pair * rows + value], sum);
         }
-        if (p.shared.count) sum = fmaf(memory.shares[token], memory.values[(p.pairs + token) * kOctetRows + value], sum);
-        p.y[token * p.y_stride + value_row(blockIdx.x, value)] = __float2bfloat16_rn(sum);
+        if (p.shared.count) sum = fmaf(memory.shares[token], memory.values[(p.pairs + token) * rows + value], sum);
+        const int octet = blockIdx.x * octets + value / kOctetRows;
+        p.y[token * p.y_stride + value_row(octet, value % kOctetRows)] = __float2bfloat16_rn(sum);
     }
 }
 
@@ -394,6 +460,7 @@ struct RouteParams {
     unsigned* arrived;
     int64_t x_stride;
     int m, hidden, experts, top_k, renormalize;
+    int groups;  // of warps that share a CTA's rows, each with tokens of its own
 };
 
 constexpr int kRouteWarps = 8;
@@ -520,6 +587,9 @@ __device__ __forceinline__ void elect(const RouteParams& p, int token) {
     if (lane < p.top_k) p.weights[token * p.top_k + lane] = mine * scale;
 }
 
+// A group has about four tokens, which share the loads of a row.
+__host__ __device__ constexpr int route_groups(int m) { return m >= 32 ? 8 : m >= 16 ? 4 : m >= 8 ? 2 : 1; }
+
 __device__ __forceinline__ void elect_all(const RouteParams& p) {
     for (int token = threadIdx.x / 32; token < p.m; token += kRouteWarps) {
         if (p.experts <= 32 * kLaneExperts) {
@@ -531,8 +601,8 @@ __device__ __forceinline__ void elect_all(const RouteParams& p) {
 }
 
 __global__ void __launch_bounds__(kRouteWarps * 32) route_kernel(const __grid_constant__ RouteParams p) {
-    constexpr int batch = 4;
-    const int row = blockIdx.x * kRouteWarps + threadIdx.x / 32;  // the row after the experts' is the shared expert's gate
+    const int warp = threadIdx.x / 32, rows = kRouteWarps / p.groups, each = (p.m + p.groups - 1) / p.groups;
+    const int row = blockIdx.x * rows + warp % rows;  // the row after the experts' is the shared expert's gate
     const bool works = row < p.experts + (p.shared_gate ? 1 : 0);
     const __nv_bfloat16* weights = row == p.experts ? p.shared_gate : p.router + int64_t(row) * p.hidden;
     uint4 held[kHeldChunks] = {};
@@ -543,9 +613,11 @@ __global__ void __launch_bounds__(kRouteWarps * 32) route_kernel(const __grid_co
     wait_for_producer();
     release_dependents();
     if (works) {
-        int token = 0;
-        for (; token + batch <= p.m; token += batch) store_products<batch>(p, held, weights, row, token);
-        for (; token < p.m; ++token) store_products<1>(p, held, weights, row, token);
+        int token = warp / rows * each;
+        const int stop = min(token + each, p.m);
+        for (; token + 4 <= stop; token += 4) store_products<4>(p, held, weights, row, token);
+        if (token + 2 <= stop) store_products<2>(p, held, weights, row, token), token += 2;
+        if (token < stop) store_products<1>(p, held, weights, row, token);
     }
     __shared__ unsigned arrived_before;
     __syncthreads();  // orders every warp's logits before thread 0's release, which publishes them all
@@ -588,6 +660,9 @@ Experts experts_of(const Nvfp4Experts& e) {
             floats(e.up_scale), floats(e.down_scale), e.count,     e.intermediate};
 }
 
+// Of a gate_up CTA, a power of two: more where there are CTAs enough for every multiprocessor.
+int octets_of_cta(int pairs) { return pairs > 32 ? 4 : pairs > 8 ? 2 : 1; }
+
 bool takes(int intermediate) { return intermediate == 64 || (intermediate > 0 && intermediate % kTileRows == 0); }
 
 }  // namespace
@@ -606,11 +681,12 @@ int32_t nvfp4_moe_route(const Nvfp4RouteCall* call, void* stream) {
     const auto halfs = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
     const RouteParams params{halfs(call->x), halfs(call->router), halfs(call->shared_gate), static_cast<__nv_bfloat16*>(call->logits),
                              static_cast<int*>(call->ids), static_cast<float*>(call->weights), static_cast<float*>(call->shared_share),
-                             static_cast<unsigned*>(call->arrived), call->x_stride, call->m, call->hidden, call->experts, call->top_k, call->renormalize};
+                             static_cast<unsigned*>(call->arrived), call->x_stride, call->m, call->hidden, call->experts, call->top_k, call->renormalize,
+                             route_groups(call->m)};
     if (!call->x) return launch(elect_kernel, params, dim3(1), kRouteWarps * 32, 0, call->dependent, stream);
     if (call->hidden < 1 || call->hidden % kTileRows) return cudaErrorInvalidValue;
-    const int rows = call->experts + (call->shared_gate ? 1 : 0);
-    return launch(route_kernel, params, dim3((rows + kRouteWarps - 1) / kRouteWarps), kRouteWarps * 32, 0, call->dependent, stream);
+    const int rows = call->experts + (call->shared_gate ? 1 : 0), each = kRouteWarps / params.groups;
+    return launch(route_kernel, params, dim3((rows + each - 1) / each), kRouteWarps * 32, 0, call->dependent, stream);
 }
 
 int32_t nvfp4_moe_experts(const Nvfp4MoeCall* call, void* stream) {
@@ -618,18 +694,22 @@ int32_t nvfp4_moe_experts(const Nvfp4MoeCall* call, void* stream) {
     if (call->hidden < 1 || call->hidden % kTileRows || !takes(call->routed.intermediate) || call->routed.count < 1) return cudaErrorInvalidValue;
     if (call->shared.count < 0 || call->shared.count > 1 || (call->shared.count && !takes(call->shared.intermediate))) return cudaErrorInvalidValue;
     const int pairs = call->m * call->top_k, slots = call->top_k + (call->shared.count ? 1 : 0);
-    const MoeParams params{experts_of(call->routed), experts_of(call->shared), static_cast<const __nv_bfloat16*>(call->x),
+    MoeParams params{experts_of(call->routed), experts_of(call->shared), static_cast<const __nv_bfloat16*>(call->x),
                            static_cast<__nv_bfloat16*>(call->y), static_cast<const int*>(call->ids), static_cast<const float*>(call->weights),
                            static_cast<const float*>(call->shared_share), static_cast<__nv_bfloat16*>(call->intermediate), call->x_stride,
-                           call->y_stride, call->m, call->hidden, call->top_k, pairs};
-    const int octets = gate_octets(call->routed.intermediate), of_shared = call->shared.count ? gate_octets(call->shared.intermediate) : 0;
-    const dim3 grid(octets > of_shared ? octets : of_shared, pairs + call->shared.count);
+                           call->y_stride, call->m, call->hidden, call->top_k, pairs, 1};
+    const int of_routed = gate_octets(call->routed.intermediate), of_shared = call->shared.count ? gate_octets(call->shared.intermediate) : 0;
+    const int most = of_routed > of_shared ? of_routed : of_shared;
     const bool dependent = call->dependent;
     const bool wide = steps_of(call->hidden) > kNarrowWarps, single = call->m == 1;
+    if (call->octets < 0 || call->octets > kTileOctets || call->octets & (call->octets - 1)) return cudaErrorInvalidValue;
+    params.octets = single ? 1 : call->octets ? call->octets : octets_of_cta(pairs);
+    const dim3 grid(most / params.octets, pairs + call->shared.count * params.octets);
     const auto gate_up = wide ? (single ? gate_up_kernel<kWideWarps, true> : gate_up_kernel<kWideWarps, false>)
                               : (single ? gate_up_kernel<kNarrowWarps, true> : gate_up_kernel<kNarrowWarps, false>);
     if (const auto error = launch(gate_up, params, grid, (wide ? kWideWarps : kNarrowWarps) * 32, 0, dependent, stream)) return error;
     const bool each = single && slots <= kSingleWarps;
-    return launch(each ? down_kernel<true> : down_kernel<false>, params, dim3(call->hidden / kOctetRows), (each ? slots : kSeveralWarps) * 32,
-                  DownMemory::bytes(pairs, call->m), dependent, stream);
+    const int octets = each ? 1 : kSeveralOctets;
+    return launch(each ? down_kernel<true> : down_kernel<false>, params, dim3(call->hidden / (octets * kOctetRows)),
+                  (each ? slots : kSeveralWarps) * 32, DownMemory::bytes(pairs, call->m, octets * kOctetRows), dependent, stream);
 }

@@ -30,6 +30,7 @@ struct Nvfp4MoeCall {
     int64_t x_stride, y_stride;
     int32_t m, hidden, top_k;
     int32_t dependent;  // nonzero: start before the kernel ahead ends (sm_90 and later)
+    int32_t octets;     // of rows that a CTA of the first product takes; 0: chosen
 };
 
 struct Nvfp4RouteCall {
