@@ -11,6 +11,7 @@ import pytest
 from tests.bench_results import CARD
 
 from qwen_nvfp4_serve.bench.engine import (
+    DepthRates,
     EngineResult,
     EngineRun,
     EngineSpec,
@@ -25,13 +26,17 @@ from qwen_nvfp4_serve.bench.engine import (
     read_spec,
     roofline,
 )
+from qwen_nvfp4_serve.bench.rows import number
 from qwen_nvfp4_serve.bench.statistics import Spread, spread
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.models import find_model
 from qwen_nvfp4_serve.planner import PlanModel
 
 SPEC = EngineSpec(
-    model_folder="/m/35b", configurations={"stock": {}, "ours": {"linear_backend": "marlin"}}, streams=(1, 2)
+    model_folder="/m/35b",
+    configurations={"stock": {}, "ours": {"linear_backend": "marlin"}},
+    streams=(1, 2),
+    depths=(65_536,),
 )
 # 100 tokens/s a stream whatever their number, prompts for nothing; the second configuration twice as fast.
 STAND_IN = {
@@ -40,13 +45,19 @@ import time
 __version__ = "0.0.stand-in"
 class SamplingParams:
     def __init__(self, max_tokens, **_): self.max_tokens = max_tokens
+class Answer:
+    def __init__(self, tokens, seconds):
+        self.metrics = self
+        self.scheduled_ts, self.first_token_ts, self.last_token_ts = 0.0, tokens / 1000, tokens / 1000 + seconds
 class Core:
     def shutdown(self): pass
 class LLM:
     def __init__(self, model, fast=False, **_):
         self.rate, self.llm_engine = (400.0 if fast else 200.0), self
         self.engine_core = Core()
-    def generate(self, prompts, sampling, use_tqdm): time.sleep(sampling.max_tokens / self.rate)
+    def generate(self, prompts, sampling, use_tqdm):
+        time.sleep(sampling.max_tokens / self.rate)
+        return [Answer(len(prompt["prompt_token_ids"]), sampling.max_tokens / self.rate) for prompt in prompts]
 """,
     "vllm/distributed.py": "def cleanup_dist_env_and_memory(): pass\n",
     "torch/__init__.py": "__version__ = '0'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n",
@@ -82,6 +93,7 @@ def made(rate: float, label: str) -> EngineRun:
         load_s=60.0,
         decode={1: steady(rate), 2: steady(2 * rate)},
         prefill={8192: steady(7000.0)},
+        depths={65_536: DepthRates(prefill=5000.0, decode=rate / 2)},
         used_bytes=None,
         kernels=(Kernel(name="fused_moe_kernel", us=30.0, calls=40), Kernel(name="marlin", us=50.0, calls=80)),
     )
@@ -138,6 +150,8 @@ def test_engine_markdown_names_card_ratio_and_share_of_the_roofline() -> None:
     assert "NVIDIA H200, vLLM 0.33.0" in page
     assert "| decode, 1 streams, t/s | 200.0 ± 0.0 | 300.0 ± 0.0 (1.50x) |" in page
     assert f"| {200 / bound:.1%} | {300 / bound:.1%} |" in page
+    assert f"| prefill of 65536, t/s | {number(5000)} | {number(5000)} (1.00x) |" in page
+    assert f"| decode behind 65536, t/s | {number(100)} | {number(150)} (1.50x) |" in page
     assert "| all | 80 | 120 |" in page
 
 
@@ -164,6 +178,7 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
         short=4,
         long=68,
         prefills=(64,),
+        depths=(512,),
         rounds=2,
         profile_tokens=8,
     )
@@ -175,5 +190,7 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
     slow, fast = read_engine(tmp_path / "engine.json").runs
     assert slow.decode[1].median == pytest.approx(200, rel=0.1)
     assert fast.decode[2].median == pytest.approx(800, rel=0.1)
+    assert fast.depths[512].prefill == pytest.approx(1000)
+    assert fast.depths[512].decode == pytest.approx(67 / 68 * 400)
     assert slow.kernels == (Kernel(name="marlin_gemm", us=100.0, calls=2.0),)
     assert slow.options["load_format"] == "dummy"

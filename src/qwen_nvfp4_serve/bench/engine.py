@@ -42,8 +42,8 @@ class EngineSpec:
     """What the worker measures. configurations: label -> keyword arguments of vllm.LLM, measured in this order.
 
     short, long: answer lengths whose difference gives the decode rate, so that prefill and scheduling cancel.
-    prompt: tokens before the answer. prefills: prompt lengths of the prefill rate. profile_tokens: decode steps that
-    are profiled at one stream, 0 for none.
+    prompt: tokens before the answer. prefills: prompt lengths of the prefill rate. depths: tokens in the cache at which
+    one stream's decode rate is taken too. profile_tokens: decode steps that are profiled at one stream, 0 for none.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -55,6 +55,7 @@ class EngineSpec:
     short: int = 16
     long: int = 272
     prefills: tuple[int, ...] = (8192,)
+    depths: tuple[int, ...] = ()
     rounds: int = 3
     profile_tokens: int = 64
 
@@ -71,10 +72,20 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DepthRates:
+    """One stream behind a long prompt, tokens/s: of the whole prompt, and of the answer after it."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRun:
     """One configuration. decode: streams -> tokens/s of all together. prefill: prompt tokens -> tokens/s.
 
-    used_bytes: of the card after the measurement, None on a CPU.
+    depths: tokens in the cache -> rates behind them. used_bytes: of the card after the measurement, None on a CPU.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -84,6 +95,7 @@ class EngineRun:
     load_s: float
     decode: dict[int, Spread]
     prefill: dict[int, Spread]
+    depths: dict[int, DepthRates]
     used_bytes: int | None
     kernels: tuple[Kernel, ...]
 
@@ -184,6 +196,12 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
     for tokens in spec.prefills:
         cells = [_beside(run.prefill.get(tokens), first.prefill.get(tokens)) for run in result.runs]
         lines.append(f"| prefill {tokens}, t/s | {' | '.join(cells)} |")
+    for depth in spec.depths:
+        for kind in ("prefill", "decode"):
+            rates = [getattr(run.depths.get(depth), kind, None) for run in result.runs]
+            cells = [_one_beside(rate, rates[0] if place else None) for place, rate in enumerate(rates)]
+            name = f"prefill of {depth}" if kind == "prefill" else f"decode behind {depth}"
+            lines.append(f"| {name}, t/s | {' | '.join(cells)} |")
     context = spec.prompt + (spec.short + spec.long) // 2
     bound = roofline(model, card, context) if model is not None and card is not None else None
     if bound is not None:
@@ -207,3 +225,9 @@ def _beside(value: Spread | None, first: Spread | None) -> str:
         return ""
     ratio = "" if value is first else f" ({value.median / first.median:.2f}x)"
     return cell(value) + ratio
+
+
+def _one_beside(rate: float | None, first: float | None) -> str:
+    if rate is None:
+        return ""
+    return number(rate) + ("" if first is None else f" ({rate / first:.2f}x)")

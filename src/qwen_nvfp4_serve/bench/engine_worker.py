@@ -11,9 +11,12 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from random import Random
 from typing import Any
 
+from qwen_nvfp4_serve.bench import dummy_weights
 from qwen_nvfp4_serve.bench.engine import (
+    DepthRates,
     EngineResult,
     EngineRun,
     EngineSpec,
@@ -39,6 +42,7 @@ DEFAULTS: dict[str, Any] = {
     "language_model_only": True,
     "enable_prefix_caching": False,
     "distributed_executor_backend": "uni",
+    "disable_log_stats": False,  # the time stamps of each answer
 }
 MAX_KERNELS = 80
 
@@ -48,6 +52,8 @@ def main() -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     spec = read_spec(Path(sys.argv[1]).read_text())
+    if not dummy_weights.install():
+        print("vLLM's own dummy weights: tokens elect the same experts", flush=True)
     runs = tuple(measure(spec, label, options) for label, options in spec.configurations.items())
     versions = {name: str(import_module(name).__version__) for name in ("vllm", "torch")}
     result = EngineResult(spec=spec, cards=query_cards(), runs=runs, **versions)
@@ -74,12 +80,17 @@ def measure(spec: EngineSpec, label: str, overrides: dict[str, Any]) -> EngineRu
         found = spread(tokens / timer.seconds(1, 1, tokens) for _ in range(spec.rounds))
         if found is not None:
             prefill[tokens] = found
+    depths = {}
+    for depth in spec.depths:
+        depths[depth] = timer.behind(depth)
+        print(f"{label}: decode behind {depth} tokens {depths[depth].decode:.1f} tokens/s", flush=True)
     run = EngineRun(
         label=label,
         options={name: str(value) for name, value in options.items()},
         load_s=load_s,
         decode=decode,
         prefill=prefill,
+        depths=depths,
         used_bytes=_used_bytes(),
         kernels=timer.kernels(spec.profile_tokens) if spec.profile_tokens else (),
     )
@@ -95,17 +106,33 @@ class _Timer:
 
     def seconds(self, tokens: int, streams: int, prompt: int | None = None) -> float:
         """How long `streams` answers of `tokens` take together."""
-        sampling = import_module("vllm").SamplingParams(
-            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False
+        prompts = self._prompts(streams, prompt or self.spec.prompt)
+        start_s = time.perf_counter()
+        self._answers(prompts, tokens)
+        return time.perf_counter() - start_s
+
+    def behind(self, depth: int) -> DepthRates:
+        """Rates of one answer behind `depth` tokens, by the engine's time stamps."""
+        (answer,) = self._answers(self._prompts(1, depth), self.spec.long)
+        stamps = answer.metrics
+        return DepthRates(
+            prefill=depth / (stamps.first_token_ts - stamps.scheduled_ts),
+            decode=(self.spec.long - 1) / (stamps.last_token_ts - stamps.first_token_ts),
         )
-        length = prompt or self.spec.prompt
+
+    def _prompts(self, streams: int, tokens: int) -> list[dict[str, list[int]]]:
         prompts = []
         for _ in range(streams):
             self.sent += 1
-            prompts.append({"prompt_token_ids": [(7 * self.sent + 13 * place) % 240 + 5 for place in range(length)]})
-        start_s = time.perf_counter()
-        self.engine.generate(prompts, sampling, use_tqdm=False)
-        return time.perf_counter() - start_s
+            draw = Random(self.sent)  # a row that repeats would elect the same experts again and again
+            prompts.append({"prompt_token_ids": [draw.randrange(5, 245) for _ in range(tokens)]})
+        return prompts
+
+    def _answers(self, prompts: list[dict[str, list[int]]], tokens: int) -> Any:
+        sampling = import_module("vllm").SamplingParams(
+            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False
+        )
+        return self.engine.generate(prompts, sampling, use_tqdm=False)
 
     def kernels(self, tokens: int) -> tuple[Kernel, ...]:
         """The dearest kernels of a decode step (operators on a CPU), per token."""
