@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in the environment", allow_module_level=True)
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-large_m_kernels = pytest.importorskip("qwen_nvfp4_serve.kernels.nvfp4_moe.large_m_kernels")
+triton_step = pytest.importorskip("qwen_nvfp4_serve.kernels.triton_step")
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 6, 192, 64, 3
 
@@ -137,12 +137,12 @@ def test_experts_in_several_rounds_equal_one_round(monkeypatch: pytest.MonkeyPat
 @triton.jit
 def decode(codes, bytes_, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.arange(0, SIZE)
-    scale = large_m_kernels._scales(bytes_, row, row < SIZE, 0, 1, 4)
+    scale = triton_step.block_scales(bytes_, row, row < SIZE, 0, 1, 4)
     code = tl.load(codes + tl.arange(0, 16)).to(tl.uint16)
     for group in tl.static_range(4):
         one = tl.sum(tl.where(tl.arange(0, 4)[None, :] == group, scale, 0.0), 1)
         at = row[:, None] * 64 + group * 16 + tl.arange(0, 16)[None, :]
-        tl.store(out + at, large_m_kernels._values(code[None, :], one[:, None]))
+        tl.store(out + at, triton_step.values(code[None, :], one[:, None]))
 
 
 def test_weights_every_code_times_every_scale_is_exact() -> None:

@@ -130,12 +130,12 @@ def run_ptx(text: str, codes: int, scales: tuple[int, int]) -> list[int]:
 
 @with_triton
 def test_decode_every_code_in_every_place_times_every_scale_is_exact() -> None:
+    from qwen_nvfp4_serve.kernels import triton_step
     from qwen_nvfp4_serve.kernels.nvfp4 import decode_e2m1
-    from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m_kernels
 
-    text = getattr(large_m_kernels.DECODE, "value", large_m_kernels.DECODE)
+    text = getattr(triton_step.DECODE, "value", triton_step.DECODE)
     every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    # As `_scales` and `_step` hand them over: E4M3 times 2^-8, times 2^112.
+    # As `block_scales` and `add_step` hand them over: E4M3 times 2^-8, times 2^112.
     scales = (every * 2.0**104).bfloat16()
     assert torch.equal(scales.double(), every.double() * 2.0**104)
     bits = scales.view(torch.uint16).to(torch.int64).tolist()

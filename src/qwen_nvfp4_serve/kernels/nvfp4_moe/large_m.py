@@ -3,7 +3,7 @@
     y = experts(x, weights, topk_ids, topk_weights)
 
 The pairs of token and elected expert are dealt into blocks of one expert each, in order; a block's weights are
-dequantized in registers (`large_m_kernels`), h = SiLU(gate) * up is rounded to BF16, and a token's pairs are added up
+dequantized in registers (`triton_step`), h = SiLU(gate) * up is rounded to BF16, and a token's pairs are added up
 in float32 in their order. The result is bounded as `reference.moe_experts` says and repeats bit for bit.
 Tokens beyond what WORKSPACE_BYTES holds are served in several rounds. Needs Triton.
 """

@@ -1,10 +1,7 @@
 """The grouped GEMM of the routed experts in Triton. Importing this needs Triton; `large_m` says what is computed.
 
-Weights are operand A of the tensor-core product and are dequantized in registers: a code times its block scale is exact
-in BF16, here times 2^-22 because both are read as FP16 of a smaller exponent. Activations come with the even columns of
-a row before the odd ones, so that the two nibbles of a byte need no shuffling. Nothing is added by atomics and each sum
-has one fixed order, so results repeat bit for bit. Products are in the dtype of the activations: BF16; Triton's
-interpreter, which cannot multiply BF16, is given float32.
+Weights are dequantized in registers by `triton_step`. Nothing is added by atomics and each sum has one fixed order, so
+results repeat bit for bit.
 """
 
 # The names of Triton's language are no types, and a kernel's arguments have no keywords.
@@ -16,36 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# E2M1 read as FP16 lacks 2^14, E4M3 read as FP16 lacks 2^8.
-UNSCALE = tl.constexpr(2.0**22)
-# E2M1 read as BF16 lacks 2^126. Scales of this size leave what UNSCALE makes up for.
-BF16_SCALE = tl.constexpr(2.0**112)
+from qwen_nvfp4_serve.kernels.triton_step import UNSCALE, add_step, split_columns
 
-# Four bytes of codes ($4) and the scales of each byte ($5, $6) become the weights of the low ($0, $1) and of the high
-# nibbles ($2, $3). A code times 0x1040 has its sign in bit 15 and its magnitude in bits 8 to 6 of a BF16 half.
-DECODE = tl.constexpr("""{
-.reg .b32 low, high, pair, zero;
-mov.b32 zero, 0;
-and.b32 low, $4, 0x0F0F0F0F;
-shr.u32 high, $4, 4;
-and.b32 high, high, 0x0F0F0F0F;
-prmt.b32 pair, low, zero, 0x4140;
-mul.lo.u32 pair, pair, 0x1040;
-and.b32 pair, pair, 0x81C081C0;
-fma.rn.bf16x2 $0, pair, $5, zero;
-prmt.b32 pair, low, zero, 0x4342;
-mul.lo.u32 pair, pair, 0x1040;
-and.b32 pair, pair, 0x81C081C0;
-fma.rn.bf16x2 $1, pair, $6, zero;
-prmt.b32 pair, high, zero, 0x4140;
-mul.lo.u32 pair, pair, 0x1040;
-and.b32 pair, pair, 0x81C081C0;
-fma.rn.bf16x2 $2, pair, $5, zero;
-prmt.b32 pair, high, zero, 0x4342;
-mul.lo.u32 pair, pair, 0x1040;
-and.b32 pair, pair, 0x81C081C0;
-fma.rn.bf16x2 $3, pair, $6, zero;
-}""")
+__all__ = ["add_up", "count_pairs", "down", "gate_up", "place_pairs", "split_columns"]
 
 
 # Numbers that follow M are not compiled in: a new one would be compiled when a request brings it.
@@ -106,66 +76,6 @@ def place_pairs(
 
 
 @triton.jit
-def split_columns(x, split, columns, WIDTH: tl.constexpr):
-    """split[row, 0, i] = x[row, 2i] and split[row, 1, i] = x[row, 2i + 1]; both [rows, columns]."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    inside = at < columns
-    value = tl.load(x + row * columns + at, mask=inside, other=0.0)
-    tl.store(split + row * columns + (at % 2) * (columns // 2) + at // 2, value, mask=inside)
-
-
-@triton.jit
-def _scales(base, rows, inside, first_group, group_tiles, GROUPS: tl.constexpr):
-    """Block scales [rows, GROUPS] as float32 times 2^-8, out of one expert's 128x4 order."""
-    group = first_group + tl.arange(0, GROUPS)
-    of_row = (rows // 128) * group_tiles * 512 + (rows % 32) * 16 + ((rows % 128) // 32) * 4
-    of_group = (group // 4) * 512 + group % 4
-    byte = tl.load(base + of_row[:, None] + of_group[None, :], mask=inside[:, None], other=0).to(tl.uint16)
-    return (((byte & 0x7F) << 7) | ((byte & 0x80) << 8)).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _values(codes, scale):
-    """E2M1 codes in the low four bits of 16, times their scales: float32, times 2^-22, exact in BF16."""
-    bits = ((codes & 7) << 9) | ((codes & 8) << 12)
-    return bits.to(tl.float16, bitcast=True).to(tl.float32) * scale
-
-
-@triton.jit
-def _step(
-    total,
-    packed,
-    scales,
-    rows,
-    inside,
-    first_byte,
-    low,
-    high,
-    bytes_in_row,
-    group_tiles,
-    BYTES: tl.constexpr,
-    ON_CARD: tl.constexpr,
-):
-    """total [rows, tokens] plus W[rows, columns of BYTES bytes] times the activations' even and odd columns."""
-    byte = first_byte + tl.arange(0, BYTES)
-    at = rows.to(tl.int64)[:, None] * bytes_in_row + byte[None, :]
-    codes = tl.load(packed + at, mask=inside[:, None], other=0)
-    block = _scales(scales, rows, inside, first_byte // 8, group_tiles, BYTES // 8)
-    if ON_CARD:
-        block = (block * BF16_SCALE).to(tl.bfloat16)
-    spread = tl.broadcast_to(block[:, :, None], (rows.shape[0], BYTES // 8, 8)).reshape(rows.shape[0], BYTES)
-    if ON_CARD:
-        even, odd = tl.inline_asm_elementwise(
-            DECODE, "=r,=r,=r,=r,r,r,r", [codes, spread], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )
-    else:
-        even = _values(codes.to(tl.uint16) & 0xF, spread).to(low.dtype)
-        odd = _values(codes.to(tl.uint16) >> 4, spread).to(low.dtype)
-    return tl.dot(odd, high, tl.dot(even, low, total))
-
-
-@triton.jit
 def gate_up(
     split,
     order,
@@ -208,7 +118,7 @@ def gate_up(
             at = token[None, :] * hidden + first + tl.arange(0, BYTES)[:, None]
             low = tl.load(split + at, mask=real[None, :], other=0.0)
             high = tl.load(split + at + hidden // 2, mask=real[None, :], other=0.0)
-            gate = _step(
+            gate = add_step(
                 gate,
                 weights,
                 block_scales,
@@ -222,7 +132,7 @@ def gate_up(
                 BYTES,
                 ON_CARD,
             )
-            up = _step(
+            up = add_step(
                 up,
                 weights,
                 block_scales,
@@ -280,7 +190,7 @@ def down(
             at = pair[None, :] * width + first + tl.arange(0, BYTES)[:, None]
             low = tl.load(middle + at, mask=real[None, :], other=0.0)
             high = tl.load(middle + at + width // 2, mask=real[None, :], other=0.0)
-            total = _step(
+            total = add_step(
                 total, weights, block_scales, column, inside, first, low, high, width // 2, width // 64, BYTES, ON_CARD
             )
         total *= tl.load(down_scale + expert) * UNSCALE
