@@ -142,6 +142,7 @@ def adopt(layer: torch.nn.Module) -> None:
         layer.nvfp4_input_scales = torch.stack([divisor.data.reshape(()), alpha.data.reshape(())]).float()
     if layer.weight.is_cuda:
         torch.cuda.current_stream().synchronize()  # the kernel may read weights before the work ahead of it ends
+        dispatch.warm_up(spans, weight)
 
 
 def stock_kernel(*, use_a16: bool) -> Any:

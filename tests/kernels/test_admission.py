@@ -66,7 +66,9 @@ def test_wrong_candidate_is_left_out_with_what_is_wrong(candidate: broken.Right,
 def test_candidate_that_leaves_padding_is_seen_at_padded_sizes_though_the_model_has_none() -> None:
     candidate = broken.LeavesPadding()
     assert judge(candidate, Shape(128, 128)).verdict is Verdict.ADMITTED
-    reason = trial.try_padded(candidate, torch.device("cpu"), (12, 0), lambda _stage: None)
+    said: list[str] = []
+    reason = trial.try_padded(candidate, torch.device("cpu"), (12, 0), said.append)
+    assert said == ["first"]  # before each size, of which the first was enough
     assert reason is not None
     assert "unwritten or NaN at M=1, from row 128" in reason
     assert "[200, 768]" in reason
@@ -201,15 +203,15 @@ def test_child_that_does_not_start_judges_nobody() -> None:
 
 
 def test_end_of_the_time_judges_nobody() -> None:
-    busy = [step("a")] * 24
+    busy = [step("a")] * 39
     found, _ = follow((START, *busy, None))
     assert {finding.verdict for finding in found.values()} == {Verdict.NOT_READY}
-    assert found["b"].reason == "not tried in 30 s"
+    assert found["b"].reason == "not tried in 45 s"
 
 
 def test_end_of_the_time_undoes_no_finding() -> None:
     clock, shapes = [0.0], (Shape(128, 128), Shape(96, 256))
-    script = (START, step("a"), good("a"), *[step("a")] * 24, None)
+    script = (START, step("a"), good("a"), *[step("a")] * 39, None)
     found = try_all(("a",), shapes, start=lambda _: Script(clock, script), limits=Limits(), clock=lambda: clock[0])
     assert [finding.verdict for finding in found] == [Verdict.ADMITTED, Verdict.NOT_READY]
 

@@ -17,7 +17,7 @@ from qwen_nvfp4_serve.kernels import nvfp4
 from qwen_nvfp4_serve.kernels.admission import Shape, Verdict, candidates, trial
 from qwen_nvfp4_serve.kernels.admission.candidates import FlashInferFp4
 
-CUTLASS, B12X = candidates.default_candidates()[2:]
+CUTLASS, B12X = candidates.default_candidates()[-2:]
 
 
 def fp4_quantize(

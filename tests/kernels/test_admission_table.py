@@ -8,7 +8,7 @@ import pytest
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.kernels.admission import EXACT, Finding, Shape, Span, Table, Verdict, left_out, serving, summary
-from qwen_nvfp4_serve.kernels.admission.shapes import experts_shapes, linear_shapes, workspace_bytes
+from qwen_nvfp4_serve.kernels.admission.shapes import TILED_BYTES, experts_shapes, linear_shapes, workspace_bytes
 from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS, WITHOUT_LIMIT, from_json, to_json
 from qwen_nvfp4_serve.models import find_model
 
@@ -110,10 +110,11 @@ def test_experts_shapes_are_the_routed_experts_of_one_card(model: str, cards: in
 
 def test_workspace_covers_what_the_kernels_allocate() -> None:
     pytest.importorskip("torch")
-    from qwen_nvfp4_serve.kernels.nvfp4_linear import launch
+    from qwen_nvfp4_serve.kernels.nvfp4_linear import launch, tiled
     from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m
 
-    assert workspace_bytes(132, moe=False) >= 2 * launch.DEQUANTIZED_BYTES
+    assert TILED_BYTES == tiled.WORKSPACE_BYTES
+    assert workspace_bytes(132, moe=False) >= 2 * (launch.DEQUANTIZED_BYTES + tiled.WORKSPACE_BYTES)
     assert workspace_bytes(132, moe=True) == workspace_bytes(132, moe=False) * 3 // 2 + large_m.WORKSPACE_BYTES
 
 

@@ -1,6 +1,6 @@
 """Which kernel serves which number of tokens, found on the user's own card before the weights load.
 
-    admit(shapes, card=...) -> Table      in a second when it was found before, in half a minute otherwise
+    admit(shapes, card=...) -> Table      in a second when it was found before, in up to 45 s otherwise
 
 Each candidate for each shape must support it, be right, and is then timed; see `trial`. Importing this needs no torch.
 """
@@ -18,8 +18,8 @@ from qwen_nvfp4_serve.kernels.admission import store
 from qwen_nvfp4_serve.kernels.admission.parent import Child, Limits, Process, try_all
 from qwen_nvfp4_serve.kernels.admission.table import Finding, Shape, Span, Table, Verdict, left_out, serving, summary
 
-CANDIDATES = ("qwen-small-m", "qwen-dequantized", "flashinfer-cutlass", "flashinfer-b12x")
-EXACT = CANDIDATES[:2]  # those that leave activations as they are and have a scale for each row
+CANDIDATES = ("qwen-small-m", "qwen-dequantized", "qwen-tiled", "flashinfer-cutlass", "flashinfer-b12x")
+EXACT = CANDIDATES[:3]  # those that leave activations as they are and have a scale for each row
 SPEC = "qwen_nvfp4_serve.kernels.admission.candidates:default_candidates"
 EXPERTS = ("qwen-experts-small-m", "qwen-experts-grouped", "flashinfer-experts-grouped")
 EXACT_EXPERTS = EXPERTS[:2]  # those that leave activations as they are

@@ -1,4 +1,4 @@
-"""Who can compute an NVFP4 linear layer from the one copy of its weight: our two paths, and FlashInfer's FP4 GEMMs."""
+"""Who can compute an NVFP4 linear layer from the one copy of its weight: our three ways, and FlashInfer's FP4 GEMMs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.kernels import build, nvfp4, nvfp4_linear
-from qwen_nvfp4_serve.kernels.nvfp4_linear import LinearWeight, launch
+from qwen_nvfp4_serve.kernels.nvfp4_linear import LinearWeight, launch, tiled
 
 Capability = tuple[int, int]
 
@@ -22,8 +22,8 @@ class Candidate(Protocol):
     """One way to compute y = x W^T + bias.
 
     max_tokens: the largest M it takes, None for any. rounds_activations: it needs a checkpoint that quantizes them.
-    one_scale: it has no scale for each row, so shards of unequal scale are not for it. compiles: a library that may
-    still be building its code at the first call. rounds_before_bias: to bf16, and then again.
+    one_scale: it has no scale for each row, so shards of unequal scale are not for it. compiles: it may still be
+    building its code at the first call. rounds_before_bias: to bf16, and then again.
     """
 
     @property
@@ -65,12 +65,20 @@ class Candidate(Protocol):
 
 
 class _Exact:
-    """What both of ours share: BF16 activations as they come, a scale for each row."""
+    """What all of ours share: BF16 activations as they come, a scale for each row."""
 
     rounds_activations = False
     one_scale = False
     compiles = False
     rounds_before_bias = False
+
+    def activations(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
+        """Unchanged."""
+        return x
+
+
+class _Library(_Exact):
+    """What those of our CUDA library share."""
 
     def unavailable(self) -> str | None:
         """No library, no candidate."""
@@ -80,12 +88,8 @@ class _Exact:
         """As the op says."""
         return nvfp4_linear.supports(capability, n, k)
 
-    def activations(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
-        """Unchanged."""
-        return x
 
-
-class SmallM(_Exact):
+class SmallM(_Library):
     """Our kernel: reads the weight in place."""
 
     name = "qwen-small-m"
@@ -104,7 +108,7 @@ class SmallM(_Exact):
         launch.small_m(x, weight.packed, weight.scales, weight.row_scale, bias, y)
 
 
-class Dequantized(_Exact):
+class Dequantized(_Library):
     """Rows dequantized into the bounded workspace, then the vendor's BF16 GEMM."""
 
     name = "qwen-dequantized"
@@ -122,6 +126,34 @@ class Dequantized(_Exact):
         """A few launches for each stretch of rows."""
         shards = list(zip(weight.shard_rows, weight.shard_scales, strict=True))
         launch.large_m(x, weight.packed, weight.scales, bias, shards, y)
+
+
+class Tiled(_Exact):
+    """Our tiled GEMM in Triton: dequantizes in registers, for more tokens than the small-M kernel is good at."""
+
+    name = "qwen-tiled"
+    max_tokens: int | None = tiled.MAX_TOKENS
+    compiles = True
+
+    def unavailable(self) -> str | None:
+        """No Triton, no candidate."""
+        return tiled.unavailable()
+
+    def supports(self, capability: Capability, n: int, k: int) -> str | None:
+        """As the tiled GEMM says."""
+        return tiled.supports(capability, n, k)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: LinearWeight,
+        y: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> None:
+        """Two launches, or three."""
+        tiled.linear(x, weight, y, bias=bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +234,7 @@ def default_candidates() -> tuple[Candidate, ...]:
     return (
         SmallM(),
         Dequantized(),
+        Tiled(),
         FlashInferFp4("flashinfer-cutlass", "cutlass", (10, 12)),
         FlashInferFp4("flashinfer-b12x", "b12x", (12,)),
     )

@@ -15,9 +15,9 @@ import torch
 
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.kernels.admission import candidates
-from qwen_nvfp4_serve.kernels.admission.candidates import Candidate
+from qwen_nvfp4_serve.kernels.admission.candidates import Candidate, Tiled
 from qwen_nvfp4_serve.kernels.admission.table import Span
-from qwen_nvfp4_serve.kernels.nvfp4_linear import LinearWeight
+from qwen_nvfp4_serve.kernels.nvfp4_linear import LinearWeight, tiled
 
 ALIGNMENT_BYTES = 16
 
@@ -41,6 +41,15 @@ def shard_tensor(weight: LinearWeight) -> torch.Tensor:
     """float64 [shards, 2] on the CPU: rows and global scale of each shard, both exact."""
     pairs = zip(weight.shard_rows, weight.shard_scales, strict=True)
     return torch.tensor([[float(rows), scale] for rows, scale in pairs], dtype=torch.float64, device="cpu")
+
+
+def warm_up(spans: Sequence[Span], weight: LinearWeight) -> None:
+    """Compiles what calls of any number of tokens will need: a CUDA graph capture does not allow it.
+
+    The workspaces of the others belong to streams: a call on the capture's stream makes them.
+    """
+    if any(span.candidate == Tiled.name for span in spans):
+        tiled.warm_up(weight)
 
 
 def _admitted(  # noqa: PLR0917

@@ -27,11 +27,14 @@ WORDS = 300  # characters of a dead child's last line that are kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Seconds. start: until a child has imported torch. silence: between two of its reports. total: for everything."""
+    """Seconds. start: until a child has imported torch. silence: between two of its reports. total: for everything.
+
+    Of the total about 15 s are for Triton to compile our tiled GEMM, the first time on a machine.
+    """
 
     start_s: float = 25.0
     silence_s: float = 10.0
-    total_s: float = 30.0
+    total_s: float = 45.0
 
 
 class Child(Protocol):

@@ -13,6 +13,7 @@ VOCAB_MULTIPLE = 64  # vLLM pads the rows of lm_head to it (layers/vocab_paralle
 DEQUANTIZED_BYTES = 128 * MIB
 PARTIAL_BYTES_PER_PROCESSOR = 2 * 2 * 64 * 1024
 COUNTER_BYTES = 64 * 1024
+TILED_BYTES = 64 * MIB  # kernels/nvfp4_linear/tiled.py: bound of what the tiled GEMM takes beside its result
 EXPERTS_BYTES = 256 * MIB  # kernels/nvfp4_moe/large_m.py: bound of what the grouped GEMM takes beside its result
 
 
@@ -56,5 +57,5 @@ def workspace_bytes(multiprocessors: int, *, moe: bool) -> int:
     Streams: the engine's own, the one that CUDA graphs are captured on, and for a mixture of experts vLLM's second
     one, for shared experts; the routed ones run on one stream at a time.
     """
-    one = DEQUANTIZED_BYTES + COUNTER_BYTES + multiprocessors * PARTIAL_BYTES_PER_PROCESSOR
+    one = DEQUANTIZED_BYTES + TILED_BYTES + COUNTER_BYTES + multiprocessors * PARTIAL_BYTES_PER_PROCESSOR
     return one * 3 + EXPERTS_BYTES if moe else one * 2

@@ -253,11 +253,15 @@ def try_one(
 
 
 def try_padded(
-    candidate: Candidate, device: torch.device, capability: tuple[int, int], _say: Callable[[str], None]
+    candidate: Candidate, device: torch.device, capability: tuple[int, int], say: Callable[[str], None]
 ) -> str | None:
-    """What is wrong with it at sizes that need padding, None if nothing, or if it takes none of them."""
+    """What is wrong with it at sizes that need padding, None if nothing, or if it takes none of them.
+
+    `say` is told before each: one that compiles does so for each size.
+    """
     for shape in PADDED:
         if candidate.supports(capability, shape.n, shape.k) is None:
+            say("first")
             try:
                 check(candidate, make_case(shape, device, one_scale=candidate.one_scale))
             except WrongResultError as error:
