@@ -29,6 +29,16 @@ def test_result_was_correct_everywhere() -> None:
     assert max(errors) <= 1.0
 
 
+def test_tiled_gemm_has_a_table_where_it_was_timed() -> None:
+    rows = [dict(row, tiled_us=row["ours_us"] / 2) if row["M"] == 64 else row for row in RESULT["rows"]]
+    result = {**RESULT, "rows": rows, "tiled_checked": {"27b/down": {"17": 0.5, "64": 0.75}}}
+    text = report.tables(result)
+    assert "at most 0.750 of the error allowed" in text
+    first = next(row for row in rows if row["M"] == 64)
+    assert f"| {first['shape']} |  |  |  | {first['tiled_us']:.1f} (2.00) |  |  |  |  |" in text
+    assert "The tiled GEMM" not in report.tables(RESULT)
+
+
 @pytest.mark.parametrize("row", RESULT["rows"][:3], ids=lambda row: f"M{row['M']}")
 def test_table_cell_shows_time_and_ratio(row: dict[str, float]) -> None:
     assert f"{row['ours_us']:.1f} ({row['marlin_us'] / row['ours_us']:.2f})" in report.tables(RESULT)

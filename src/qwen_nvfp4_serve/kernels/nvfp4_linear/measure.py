@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from qwen_nvfp4_serve.kernels import build, nvfp4, nvfp4_linear
-from qwen_nvfp4_serve.kernels.nvfp4_linear import binding, launch, reference
+from qwen_nvfp4_serve.kernels.nvfp4_linear import binding, launch, reference, tiled
 from qwen_nvfp4_serve.kernels.nvfp4_linear.marlin import SCALE_TILE, MarlinWeight
 from qwen_nvfp4_serve.kernels.nvfp4_linear.shapes import SHAPES, LinearShape
 
@@ -99,18 +99,47 @@ def check_shape(shape: LinearShape, variants: Sequence[int]) -> dict[int, float]
     Infinity for an element left unwritten or a call that does not repeat bit for bit. With `variants`, each that takes
     M tokens is checked too.
     """
-    weight = random_weight(shape)
-    x = torch.randn(max(CHECKED_TOKENS), shape.k, device="cuda").bfloat16()
+    weight, x = random_weight(shape), _checked_activations(shape)
     outputs: list[tuple[int, torch.Tensor]] = []
     for m in CHECKED_TOKENS:
         outputs.append((m, nvfp4_linear.linear(x[:m], weight)))
         if not torch.equal(outputs[-1][1], nvfp4_linear.linear(x[:m], weight)):
             return {m: float("inf")}
         outputs += [(m, y) for v in variants if (y := run_variant(weight, x[:m], v)) is not None]
-    worst = dict.fromkeys(CHECKED_TOKENS, 0.0)
-    block_scale = nvfp4.unswizzle_scales(weight.scales, shape.n, shape.k // 16)
-    for first in range(0, shape.n, CHECKED_ROWS):
-        rows = slice(first, min(first + CHECKED_ROWS, shape.n))
+    return _worst(weight, x, outputs)
+
+
+def check_tiled(shape: LinearShape) -> dict[int, float]:
+    """The same of the tiled GEMM, for each M that it takes."""
+    weight, x = random_weight(shape), _checked_activations(shape)
+    outputs: list[tuple[int, torch.Tensor]] = []
+    for m in (m for m in CHECKED_TOKENS if m <= tiled.MAX_TOKENS):
+        outputs += [(m, run_tiled(weight, x[:m])) for _ in range(2)]
+        if not torch.equal(outputs[-2][1], outputs[-1][1]):
+            return {m: float("inf")}
+    return _worst(weight, x, outputs)
+
+
+def run_tiled(weight: nvfp4_linear.LinearWeight, x: torch.Tensor) -> torch.Tensor:
+    """The output of the tiled GEMM, on poisoned memory."""
+    y = torch.full((x.shape[0], weight.packed.shape[0]), float("nan"), dtype=torch.bfloat16, device="cuda")
+    tiled.linear(x, weight, y)
+    return y
+
+
+def _checked_activations(shape: LinearShape) -> torch.Tensor:
+    return torch.randn(max(CHECKED_TOKENS), shape.k, device="cuda").bfloat16()
+
+
+def _worst(
+    weight: nvfp4_linear.LinearWeight, x: torch.Tensor, outputs: Sequence[tuple[int, torch.Tensor]]
+) -> dict[int, float]:
+    """The largest error of the outputs with each M, as a fraction of what is allowed."""
+    n, k = weight.packed.shape[0], weight.packed.shape[1] * 2
+    worst = dict.fromkeys((m for m, _ in outputs), 0.0)
+    block_scale = nvfp4.unswizzle_scales(weight.scales, n, k // 16)
+    for first in range(0, n, CHECKED_ROWS):
+        rows = slice(first, min(first + CHECKED_ROWS, n))
         scale = weight.row_scale[rows]
         dense = nvfp4.dequantize_nvfp4(weight.packed[rows], block_scale[rows], scale, dtype=torch.float64)
         expected = x.double() @ dense.T
@@ -149,6 +178,8 @@ def time_shape(shape: LinearShape, marlin: bool, variants: Sequence[int]) -> lis
         ours = over(weights, calls, partial(nvfp4_linear.linear, tokens))
         row: dict[str, Any] = {"shape": shape.name, "n": shape.n, "k": shape.k, "M": m, "ours_us": ours}
         row["marlin_us"] = over(repacked, calls, partial(_marlin, tokens)) if repacked else None
+        if m <= tiled.MAX_TOKENS and tiled.unavailable() is None:
+            row["tiled_us"] = _tiled_us(weights, tokens, calls)
         row["bf16_us"] = over(dense, min(calls, 16), partial(_dense, tokens))
         if m <= nvfp4_linear.KERNEL_TOKENS:
             row["ours_gbps"] = shape.weight_bytes / ours / 1e3
@@ -166,6 +197,15 @@ def over(weights: Sequence[Any], calls: int, apply: Callable[[Any], object]) -> 
 
 def _marlin(x: torch.Tensor, weight: MarlinWeight) -> torch.Tensor:
     return weight(x)
+
+
+def _tiled_us(weights: Sequence[nvfp4_linear.LinearWeight], x: torch.Tensor, calls: int) -> float:
+    y = torch.empty(x.shape[0], weights[0].packed.shape[0], dtype=torch.bfloat16, device="cuda")
+
+    def apply(w: nvfp4_linear.LinearWeight) -> None:
+        tiled.linear(x, w, y)
+
+    return over(weights, calls, apply)
 
 
 def _dense(x: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -236,6 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     for shape in shapes:
         worst = check_shape(shape, variants)
+        if tiled.unavailable() is None:
+            result.setdefault("tiled_checked", {})[shape.name] = check_tiled(shape)
         for row in time_shape(shape, chosen.marlin is not None, variants):
             result["rows"].append({**row, "max_err": worst.get(row["M"])})
         result.setdefault("checked", {})[shape.name] = worst

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+TILED_TOKENS = (16, 32, 48, 64, 96, 128, 256, 512)
 GROUPS = (
     ("27b", (1, 2, 4, 8, 16, 32, 48, 64)),
     ("35b", (1, 2, 4, 8, 16, 32, 48, 64)),
@@ -35,6 +36,8 @@ def tables(result: dict[str, Any]) -> str:
             cells = [_cell(by_m[m]) if m in by_m else "" for m in tokens]
             lines.append(f"| {layer} [{first['n']}, {first['k']}] | " + " | ".join(cells) + " |")
         parts.append("\n".join(lines))
+    if any(row.get("tiled_us") for row in result["rows"]):
+        parts.append(_tiled(result))
     parts.append(_bandwidth(result))
     return "\n\n".join(parts) + "\n"
 
@@ -43,6 +46,29 @@ def _cell(row: dict[str, Any]) -> str:
     ours, marlin = row["ours_us"], row["marlin_us"]
     ratio = f" ({marlin / ours:.2f})" if marlin else ""
     return f"{ours:.1f}{ratio}" if ours < 1000 else f"{ours:.0f}{ratio}"
+
+
+def _tiled(result: dict[str, Any]) -> str:
+    """Microseconds of the tiled GEMM, and in brackets the time of the small-M kernel or dequantized GEMM over it."""
+    errors = [error for by_m in result["tiled_checked"].values() for error in by_m.values()]
+    lines = [
+        f"The tiled GEMM: at most {max(errors):.3f} of the error allowed. Microseconds, in brackets the above over it.",
+        "",
+        "| layer | " + " | ".join(f"M={m}" for m in TILED_TOKENS) + " |",
+        "|---" * (len(TILED_TOKENS) + 1) + "|",
+    ]
+    by_layer: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in result["rows"]:
+        by_layer.setdefault(row["shape"], {})[row["M"]] = row
+    for layer, rows in by_layer.items():
+        cells = [
+            f"{rows[m]['tiled_us']:.1f} ({rows[m]['ours_us'] / rows[m]['tiled_us']:.2f})"
+            if m in rows and rows[m].get("tiled_us")
+            else ""
+            for m in TILED_TOKENS
+        ]
+        lines.append(f"| {layer} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def _bandwidth(result: dict[str, Any]) -> str:
