@@ -91,6 +91,23 @@ def test_experts_without_tokens_are_none() -> None:
     assert large_m.experts(torch.zeros(0, 128), zero_experts(), none.int(), none).shape == (0, 128)
 
 
+def test_warm_up_while_a_model_loads_in_bfloat16_asks_for_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.dtype] = []
+
+    def experts(*given: torch.Tensor, tile: large_m.Tile) -> None:
+        x, _, ids, shares = given
+        asked.extend((x.dtype, ids.dtype, shares.dtype))
+
+    monkeypatch.setattr(large_m, "experts", experts)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        large_m.warm_up(zero_experts(), 2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert asked == [torch.bfloat16, torch.int32, torch.float32] * 3
+
+
 def run_ptx(text: str, codes: int, scales: tuple[int, int]) -> list[int]:
     """The outputs $0 to $3 of DECODE for 32 bits of codes and two words of BF16 scales, instruction by instruction."""
     registers = {"$4": codes, "$5": scales[0], "$6": scales[1]}

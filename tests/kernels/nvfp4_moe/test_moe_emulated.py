@@ -112,6 +112,18 @@ def test_experts_one_expert_for_more_pairs_than_a_round_holds(emulator: ctypes.C
     assert check.worst_error(block, activations(20, 128), same, share, with_shared=False) <= 1
 
 
+@pytest.mark.parametrize("m", [2, 5, 17])
+def test_experts_dealt_out_in_other_octets_give_the_same(emulator: ctypes.CDLL, m: int) -> None:
+    dims = MoeDims(hidden=128, intermediate=128, experts=8, top_k=2, shared_intermediate=256)
+    block = check.random_block(dims, device="cpu")
+    share, ids = check.election("uniform", m, dims, torch.Generator().manual_seed(m))
+    x = activations(m, 128)
+    results = [
+        launch.experts(x, block.experts, ids, share, shared=block.shared, octets=octets) for octets in (0, 1, 2, 4, 16)
+    ]
+    assert all(torch.equal(y, results[0]) for y in results)
+
+
 def whole(block: check.Block, x: torch.Tensor) -> torch.Tensor:
     """The block's result from its kernels."""
     return launch.block(
@@ -230,7 +242,10 @@ def test_experts_a_wrong_scale_is_seen(emulator: ctypes.CDLL) -> None:
         assert wrong.any() == (name == "w13_scales")
 
 
-@pytest.mark.parametrize("change", [{"m": 33}, {"m": 0}, {"top_k": 17}, {"hidden": 192}, {"hidden": 0}])
+@pytest.mark.parametrize(
+    "change",
+    [{"m": 33}, {"m": 0}, {"top_k": 17}, {"hidden": 192}, {"hidden": 0}, {"octets": 3}, {"octets": 32}, {"octets": -1}],
+)
 def test_call_out_of_range_is_refused(library: ctypes.CDLL, change: dict[str, int]) -> None:
     call = binding.MoeCall(
         routed=binding.Experts(count=8, intermediate=128), **{"m": 1, "hidden": 128, "top_k": 2, **change}

@@ -113,6 +113,7 @@ class Dequantized(_Library):
 
     name = "qwen-dequantized"
     max_tokens: int | None = None
+    rounds_before_bias = True  # the vendor's choice; `launch.large_m` asks for one rounding
 
     def run(
         self,

@@ -124,7 +124,7 @@ def warm_up(weights: ExpertWeights, top_k: int) -> None:
     capability = torch.cuda.get_device_capability(device)
     x = torch.zeros(1, weights.hidden, dtype=torch.bfloat16, device=device)
     ids = torch.arange(top_k, dtype=torch.int32, device=device).unsqueeze(0)
-    shares = torch.ones(1, top_k, device=device)
+    shares = torch.ones(1, top_k, dtype=torch.float32, device=device)  # whatever the default while a model loads
     for tile in tiles_of(capability):
         experts(x, weights, ids, shares, tile=tile)
 
