@@ -129,6 +129,8 @@ def test_roofline_falls_with_context_and_is_none_off_the_table() -> None:
     [
         ("void marlin_moe_wna16::Marlin<...>", "MoE"),
         ("void marlin::Marlin<...>", "NVFP4 and FP8 linear"),
+        ("nvfp4::(anonymous namespace)::route_kernel(nvfp4::(anonymous namespace)::RouteParams)", "MoE"),
+        ("gate_up", "MoE"),
         ("fused_recurrent_gated_delta_rule_fwd_kernel", "GDN"),
         ("nvjet_tst_64x8_64x16", "16-bit linear"),
         ("unheard_of", "other"),
@@ -194,3 +196,13 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
     assert fast.depths[512].decode == pytest.approx(67 / 68 * 400)
     assert slow.kernels == (Kernel(name="marlin_gemm", us=100.0, calls=2.0),)
     assert slow.options["load_format"] == "dummy"
+
+
+@pytest.mark.parametrize(("name", "model"), [("35b", "qwen3.5-35b-a3b"), ("27b", "qwen3.5-27b")])
+def test_engine_page_of_the_record_is_what_its_json_says(name: str, model: str) -> None:
+    results = Path(__file__).resolve().parent.parent / "docs" / "results"
+    row = find_model(model)
+    assert row is not None
+    assert row.dims is not None
+    page = engine_markdown(read_engine(results / f"engine-{name}-h200.json"), PlanModel.from_row(row, row.dims))
+    assert (results / f"engine-{name}-h200.md").read_text() == page

@@ -139,8 +139,8 @@ class Settings(BaseSettings):
     nvfp4_backend: Literal["auto", "hybrid", "marlin", "flashinfer-cutlass", "flashinfer-b12x", "stock"] = knob(
         "auto",
         "kernels",
-        "Who computes NVFP4 layers on a card: `auto` and `stock` leave it to vLLM, `hybrid` (not yet measured in an "
-        "engine) takes our kernels where this card admits them.",
+        "Who computes NVFP4 layers on a card: `auto` and `stock` leave it to vLLM, `hybrid` (an engine "
+        "of it ran on an H200, none on Blackwell) takes our kernels where this card admits them.",
     )
     cpu_activations: Literal["weights-only", "w4a4"] = knob(
         "weights-only", "kernels", "CPU backend: keep BF16 activations, or emulate the rounding of W4A4 checkpoints."

@@ -24,7 +24,7 @@ from qwen_nvfp4_serve.planner.roofline import bytes_per_token
 
 # Kinds of kernels by their names in a profile of vLLM 0.33; the first that matches counts.
 KERNEL_KINDS: tuple[tuple[str, str], ...] = (
-    ("MoE", r"moe|expert|topk|count_and_sort"),
+    ("MoE", r"moe|expert|topk|count_and_sort|route_kernel|^(?:gate_up|down|add_up|count_pairs|place_pairs)$"),
     ("ours", r"qwen_nvfp4"),
     ("NVFP4 and FP8 linear", r"marlin|nvfp4|fp4|scaled_mm|cutlass"),
     ("GDN", r"gdn|gated_delta|fused_recurrent|causal_conv1d|chunk_"),

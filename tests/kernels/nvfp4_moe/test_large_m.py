@@ -49,13 +49,13 @@ def zero_experts() -> ExpertWeights:
 
 
 @pytest.mark.parametrize(
-    ("capability", "rows"), [((9, 0), [16, 16, 64, 64, 128, 128]), ((12, 0), [16, 16, 64, 64, 64, 64])]
+    ("capability", "rows"), [((9, 0), [16, 16, 32, 32, 64, 128]), ((12, 0), [16, 16, 32, 32, 64, 64])]
 )
 def test_tile_grows_with_the_pairs_of_an_expert_as_far_as_the_card_has_it(
     capability: tuple[int, int], rows: list[int]
 ) -> None:
     tiles = large_m.tiles_of(capability)
-    assert [large_m.tile_for(average, tiles).rows for average in (0.03, 16, 16.1, 64, 65, 256)] == rows
+    assert [large_m.tile_for(average, tiles).rows for average in (0.03, 8, 8.1, 24, 96, 256)] == rows
 
 
 def test_workspace_is_bounded_whatever_the_tokens() -> None:
@@ -105,7 +105,7 @@ def test_warm_up_while_a_model_loads_in_bfloat16_asks_for_what_is_served(monkeyp
         large_m.warm_up(zero_experts(), 2)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert asked == [torch.bfloat16, torch.int32, torch.float32] * 3
+    assert asked == [torch.bfloat16, torch.int32, torch.float32] * len(large_m.TILES)
 
 
 def run_ptx(text: str, codes: int, scales: tuple[int, int]) -> list[int]:
