@@ -1,5 +1,6 @@
 # Three images from one file: `gpu` (vLLM's own image and our package), `cpu` (the packages of scripts/serve) and
 # `tools` (smoke and bench, without vLLM). Build one with `docker compose build gpu`, `cpu` or `smoke`.
+# /opt/qwen-nvfp4 holds what an image was made from: our wheel, the check that it passed, on `gpu` the kernels.
 ARG GPU_BASE=vllm/vllm-openai:v0.33.0
 ARG CPU_BASE=python:3.11-slim-bookworm
 
@@ -11,6 +12,7 @@ COPY src ./src
 COPY patches ./patches
 RUN python3 -m venv /build \
     && /build/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
+COPY docker/check_image.py /dist/
 
 
 FROM ${CPU_BASE} AS python
@@ -26,40 +28,32 @@ ENV HOME=/cache \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1
 RUN python3 -m venv /opt/venv
+ARG CPU_BASE
+LABEL org.opencontainers.image.base.name="${CPU_BASE}"
+WORKDIR /config
 
 
 FROM python AS tools
-COPY requirements/cpu.lock /tmp/constraints.txt
-COPY --from=wheel /dist /tmp/dist
-RUN pip install --no-cache-dir --constraint /tmp/constraints.txt /tmp/dist/*.whl \
-    && rm -r /tmp/dist /tmp/constraints.txt \
+COPY requirements/cpu.lock /opt/qwen-nvfp4/
+COPY --from=wheel /dist /opt/qwen-nvfp4
+RUN pip install --no-cache-dir --constraint /opt/qwen-nvfp4/cpu.lock /opt/qwen-nvfp4/*.whl \
     && install --directory --owner=1000 --group=1000 /results
 ENV MPLCONFIGDIR=/tmp/matplotlib
-LABEL org.opencontainers.image.title="qwen-nvfp4-serve tools" \
-      org.opencontainers.image.description="Smoke test and benchmark of a running server"
-WORKDIR /config
+LABEL org.opencontainers.image.title="qwen-nvfp4-serve: smoke test and benchmark of a running server"
 USER 1000:1000
 ENTRYPOINT ["qwen-nvfp4"]
 
 
+FROM python AS cpu
 # Packages first: they change seldom, and take minutes.
-FROM python AS cpu-packages
-WORKDIR /opt/install
-COPY requirements/cpu.lock ./requirements/
-COPY src/qwen_nvfp4_serve/__init__.py src/qwen_nvfp4_serve/bootstrap.py src/qwen_nvfp4_serve/host.py ./src/qwen_nvfp4_serve/
-RUN mkdir .venv \
-    && PYTHONPATH=src python -c "from qwen_nvfp4_serve import bootstrap; bootstrap.install_locked([bootstrap.sys.executable, '-m', 'pip', 'install', '--quiet', '--no-cache-dir', '--no-deps'], 'cpu')"
-
-
-FROM cpu-packages AS cpu
-ARG CPU_BASE
-WORKDIR /config
-COPY --from=wheel /dist /tmp/dist
-COPY docker/check_image.py /tmp/check_image.py
-RUN pip install --no-cache-dir --no-deps /tmp/dist/*.whl \
-    && rm -r /tmp/dist /opt/install \
-    && python /tmp/check_image.py cpu \
-    && rm /tmp/check_image.py
+COPY requirements/cpu.lock /opt/install/requirements/
+COPY src/qwen_nvfp4_serve/__init__.py src/qwen_nvfp4_serve/bootstrap.py src/qwen_nvfp4_serve/host.py /opt/install/src/qwen_nvfp4_serve/
+RUN mkdir /opt/install/.venv \
+    && PYTHONPATH=/opt/install/src python -c "from qwen_nvfp4_serve import bootstrap; bootstrap.install_locked([bootstrap.sys.executable, '-m', 'pip', 'install', '--quiet', '--no-cache-dir', '--no-deps'], 'cpu')" \
+    && rm -r /opt/install
+COPY --from=wheel /dist /opt/qwen-nvfp4
+RUN pip install --no-cache-dir --no-deps /opt/qwen-nvfp4/*.whl \
+    && python /opt/qwen-nvfp4/check_image.py cpu
 # No C++ compiler here: serving runs without compilation, and says nothing about it since this is how the image is meant.
 ENV QWEN_NVFP4_CONTAINER=cpu \
     DEVICE=cpu \
@@ -70,9 +64,7 @@ ENV QWEN_NVFP4_CONTAINER=cpu \
     TORCHINDUCTOR_CACHE_DIR=/cache/inductor \
     XDG_CACHE_HOME=/cache/xdg \
     XDG_CONFIG_HOME=/cache/config
-LABEL org.opencontainers.image.title="qwen-nvfp4-serve (CPU)" \
-      org.opencontainers.image.description="A small Qwen3.5 model in NVFP4 on vLLM's CPU backend" \
-      org.opencontainers.image.base.name="${CPU_BASE}"
+LABEL org.opencontainers.image.title="qwen-nvfp4-serve: a small Qwen3.5 in NVFP4 on vLLM's CPU backend"
 VOLUME ["/cache"]
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=40s --start-period=15m --retries=2 CMD ["qwen-nvfp4", "ready"]
@@ -80,38 +72,36 @@ USER 1000:1000
 ENTRYPOINT ["qwen-nvfp4", "serve"]
 
 
-# Our kernels, for every card in the table of kernels/build.py.
+# Our kernels, for every card in the table of kernels/build.py. Only what they are compiled from: it takes minutes.
 FROM ${GPU_BASE} AS kernels
 WORKDIR /source
 COPY src/qwen_nvfp4_serve/__init__.py src/qwen_nvfp4_serve/errors.py ./src/qwen_nvfp4_serve/
-COPY src/qwen_nvfp4_serve/kernels ./src/qwen_nvfp4_serve/kernels
+COPY src/qwen_nvfp4_serve/kernels/__init__.py src/qwen_nvfp4_serve/kernels/build.py ./src/qwen_nvfp4_serve/kernels/
+COPY src/qwen_nvfp4_serve/kernels/nvfp4_linear/csrc ./src/qwen_nvfp4_serve/kernels/nvfp4_linear/csrc
+COPY src/qwen_nvfp4_serve/kernels/nvfp4_moe/csrc ./src/qwen_nvfp4_serve/kernels/nvfp4_moe/csrc
 RUN PYTHONPATH=src python3 -m qwen_nvfp4_serve.kernels.build /kernels
 
 
 FROM ${GPU_BASE} AS gpu
-ARG GPU_BASE
 USER 0
 WORKDIR /config
 RUN (getent passwd 1000 || useradd --uid 1000 --user-group --home-dir /cache --no-create-home qwen) \
     && install --directory --owner=1000 --group=1000 /cache /cache/huggingface
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+ARG PIP_BREAK_SYSTEM_PACKAGES=1
 # FlashInfer's prebuilt kernels, where the base lacks them: without them a first start compiles for minutes. By
 # FlashInfer's own command, since vLLM's needs a card to start; vLLM says at every start when they are missing.
 ARG FLASHINFER_KERNELS=download
 RUN if [ "$FLASHINFER_KERNELS" = download ] && ! python3 -c "import flashinfer_cubin, flashinfer_jit_cache" 2>/dev/null; then \
-    PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1 python3 -m flashinfer download-kernels \
+    PIP_NO_CACHE_DIR=1 python3 -m flashinfer download-kernels \
     || echo "WARNING: no prebuilt kernels for this FlashInfer could be had"; fi
-COPY --from=wheel /dist /tmp/dist
-COPY --from=kernels /kernels /tmp/kernels
-COPY docker/check_image.py /tmp/check_image.py
-ENV PYTHONUNBUFFERED=1 \
-    PYTHONDONTWRITEBYTECODE=1
+COPY --from=kernels /kernels /opt/qwen-nvfp4/kernels
+COPY --from=wheel /dist /opt/qwen-nvfp4
 # The base keeps vLLM in the system's Python, and what it has is not replaced.
-RUN PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install --no-cache-dir --upgrade-strategy only-if-needed /tmp/dist/*.whl \
-    && prebuilt=$(python3 -c "from qwen_nvfp4_serve.kernels.build import PREBUILT; print(PREBUILT)") \
-    && mkdir -p "$prebuilt" \
-    && cp /tmp/kernels/*.so "$prebuilt"/ \
-    && python3 /tmp/check_image.py gpu \
-    && rm -r /tmp/dist /tmp/kernels /tmp/check_image.py
+RUN python3 -m pip install --no-cache-dir --upgrade-strategy only-if-needed /opt/qwen-nvfp4/*.whl \
+    && ln -s /opt/qwen-nvfp4/kernels "$(python3 -c 'from qwen_nvfp4_serve.kernels.build import PREBUILT; print(PREBUILT)')" \
+    && python3 /opt/qwen-nvfp4/check_image.py gpu
 # HOME comes last: what root's imports leave there must not be in a volume of user 1000.
 ENV HOME=/cache \
     QWEN_NVFP4_CONTAINER=gpu \
@@ -126,8 +116,8 @@ ENV HOME=/cache \
     CUDA_CACHE_MAXSIZE=4294967296 \
     XDG_CACHE_HOME=/cache/xdg \
     XDG_CONFIG_HOME=/cache/config
-LABEL org.opencontainers.image.title="qwen-nvfp4-serve" \
-      org.opencontainers.image.description="Qwen3.5 in NVFP4 on one NVIDIA card, with vLLM as the engine" \
+ARG GPU_BASE
+LABEL org.opencontainers.image.title="qwen-nvfp4-serve: Qwen3.5 in NVFP4 on one NVIDIA card, with vLLM as the engine" \
       org.opencontainers.image.base.name="${GPU_BASE}"
 VOLUME ["/cache"]
 STOPSIGNAL SIGTERM

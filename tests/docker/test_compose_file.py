@@ -11,6 +11,7 @@ from engine import TOOLS, need
 from stack import ROOT, Stack
 
 from qwen_nvfp4_serve.container import STOP_GRACE, STOP_MARGIN_S, duration_s
+from qwen_nvfp4_serve.kernels.build import LIBRARIES
 from qwen_nvfp4_serve.settings import default_of
 
 pytestmark = pytest.mark.docker
@@ -143,3 +144,12 @@ def test_dockerfile_ends_as_a_numbered_user_with_a_health_check() -> None:
         assert last["ENTRYPOINT"] == '["qwen-nvfp4", "serve"]'
         assert 'CMD ["qwen-nvfp4", "ready"]' in last["HEALTHCHECK"]
         assert "org.opencontainers.image.title" in last["LABEL"]
+
+
+def test_dockerfile_copies_what_the_kernels_are_compiled_from() -> None:
+    """Folder by folder, so that no other change compiles them again."""
+    copied = [line.split()[1:-1] for line in (ROOT / "Dockerfile").read_text().splitlines() if line[:5] == "COPY "]
+    folders = {ROOT / word for words in copied for word in words}
+    for library in LIBRARIES:
+        needed = {path.parent for path in (library.folder / library.sources[0], *library.headers)}
+        assert needed <= folders, f"{library.name}: the stage `kernels`"
