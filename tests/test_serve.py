@@ -161,6 +161,15 @@ def test_prepare_remembers_what_the_last_start_ran_short_of(machine: Any, tmp_pa
     assert after.plan.pool_bytes < before.plan.pool_bytes
 
 
+def test_child_environment_holds_no_empty_knob(machine: Any) -> None:
+    """Compose passes `CUDA_VISIBLE_DEVICES=` of a `.env` on: unset for us, no card at all for CUDA."""
+    machine()
+    made, _ = prepare()
+    merged = serve.child_environment(made.launch, {"CUDA_VISIBLE_DEVICES": "", "HF_HOME": " ", "KEEP": ""})
+    assert not {"CUDA_VISIBLE_DEVICES", "HF_HOME"} & merged.keys()
+    assert merged["KEEP"] == ""
+
+
 def test_child_environment_prepends_python_path(machine: Any) -> None:
     machine()
     made, _ = prepare()

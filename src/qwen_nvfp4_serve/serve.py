@@ -33,7 +33,7 @@ from qwen_nvfp4_serve.planner.feedback import (
 )
 from qwen_nvfp4_serve.ready import first_answer, pulse, recording, state_path
 from qwen_nvfp4_serve.reference import ANSWERS, EMBEDDED, LEAST_TOKENS, KnownAnswer, read_answers, ready_answer
-from qwen_nvfp4_serve.settings import Loaded, Settings
+from qwen_nvfp4_serve.settings import Loaded, Settings, knobs
 from qwen_nvfp4_serve.stages import Report, Stage, progress_message
 from qwen_nvfp4_serve.supervisor import Supervisor
 from qwen_nvfp4_serve.units import gib
@@ -218,8 +218,9 @@ def hub_cache(settings: Settings) -> Path:
 
 
 def child_environment(launch: Launch, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Our environment plus the launch's; PYTHONPATH is prepended, not replaced."""
-    base = dict(os.environ if environ is None else environ)
+    """Our environment, but for knobs without a value, plus the launch's; PYTHONPATH is prepended, not replaced."""
+    ours = os.environ if environ is None else environ
+    base = {name: value for name, value in ours.items() if value.strip() or name not in knobs()}
     added = dict(launch.environment)
     if "PYTHONPATH" in added and base.get("PYTHONPATH"):
         added["PYTHONPATH"] = os.pathsep.join((added["PYTHONPATH"], base["PYTHONPATH"]))
