@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from qwen_nvfp4_serve.errors import UsageError
-from qwen_nvfp4_serve.secret_files import read_secret_files
+from qwen_nvfp4_serve.secret_files import opened, read_secret_files
 from qwen_nvfp4_serve.settings import load_settings
 
 
@@ -47,6 +48,13 @@ def test_read_secret_files_unreadable_names_the_chown(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(UsageError, match="sudo chown"):
         read_secret_files({"VLLM_API_KEY_FILE": str(tmp_path / "key")})
+
+
+def test_opened_names_the_first_folder_that_may_not_be_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_enter = {".": True, "secrets": False, "secrets/mine": False}
+    monkeypatch.setattr(os, "access", lambda path, _mode: may_enter[str(path)])
+    assert opened(Path("secrets/mine/key")) == "sudo chmod o+x secrets"
+    assert opened(Path(".env")) == f"sudo chown {os.getuid()} .env"
 
 
 def test_read_secret_files_folder_is_not_to_be_overwritten(tmp_path: Path) -> None:

@@ -37,8 +37,7 @@ def read_secret(knob: str, path: Path) -> str:
     except FileNotFoundError:
         raise UsageError(what, seen=f"no file {path}", expected=wanted, do=write) from None
     except PermissionError:
-        chown = f"Type: sudo chown {os.getuid()} {path}{hint}"
-        raise UsageError(what, seen=f"{path}, which this user may not read", do=chown) from None
+        raise UsageError(what, seen=f"{path}, which this user may not read", do=f"Type: {opened(path)}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(what, seen=f"{path} ({error})", expected=wanted, do=write) from None
     if not secret:
@@ -46,3 +45,9 @@ def read_secret(knob: str, path: Path) -> str:
     if len(secret) > LONGEST_BYTES:
         raise UsageError(what, seen=f"{path}, longer than {LONGEST_BYTES} bytes", expected=wanted, do=write)
     return secret
+
+
+def opened(path: Path) -> str:
+    """The line that lets this user read `path`; about the first folder on the way that may not be entered, if any."""
+    closed = next((folder for folder in reversed(path.parents) if not os.access(folder, os.X_OK)), None)
+    return f"sudo chmod o+x {closed}" if closed is not None else f"sudo chown {os.getuid()} {path}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import io
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from dotenv import dotenv_values
 from dotenv.parser import Original, parse_stream
 
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.secret_files import opened
 
 # Variables that vLLM once read and now ignores in silence, with what replaced them (vllm/envs.py of 0.33.0 lacks them).
 OBSOLETE = {
@@ -90,7 +90,7 @@ def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
             raise UsageError(f"{path}", seen=_kind(path), expected="a text file with KEY=value lines")
         text = path.read_bytes().decode("utf-8-sig")  # editors on Windows write a byte-order mark
     except PermissionError:
-        raise UsageError(f"{path} may not be read by this user", do=f"Type: sudo chown {os.getuid()} {path}") from None
+        raise UsageError(f"{path} may not be read by this user", do=f"Type: {opened(path)}") from None
     except (UnicodeDecodeError, OSError) as error:
         raise UsageError(
             f"{path}", seen=str(error), expected="a readable UTF-8 text file", do="Save it as UTF-8."
