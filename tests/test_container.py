@@ -92,7 +92,31 @@ def test_duration_s_reads_compose_notation(text: str, seconds: float | None) -> 
     assert container.duration_s(text) == seconds
 
 
-def test_check_secrets_arrived_names_the_lost_one() -> None:
-    container.check_secrets_arrived(["VLLM_API_KEY"], {"VLLM_API_KEY": True, "HF_TOKEN": False})
-    with pytest.raises(UsageError, match="HF_TOKEN is set in the shell"):
-        container.check_secrets_arrived(["HF_TOKEN"], {"VLLM_API_KEY": True, "HF_TOKEN": False})
+def test_check_secrets_arrived_refuses_a_lost_key_and_tells_of_a_lost_token() -> None:
+    """A token in the shell is common, and no model of the catalogue needs one."""
+    has_key = {"VLLM_API_KEY": True, "HF_TOKEN": False}
+    assert container.check_secrets_arrived(["VLLM_API_KEY"], has_key) == ()
+    (notice,) = container.check_secrets_arrived(["HF_TOKEN"], has_key)
+    assert "HF_TOKEN is set in the shell" in notice
+    assert "Put HF_TOKEN=… into .env" in notice
+    with pytest.raises(UsageError, match="VLLM_API_KEY is set in the shell"):
+        container.check_secrets_arrived(["VLLM_API_KEY"], {"VLLM_API_KEY": False, "HF_TOKEN": True})
+
+
+@pytest.mark.parametrize(
+    ("model", "folder", "inside"),
+    [
+        ("/data/models/mine", "/data/models", "/models/mine"),
+        ("~/models/mine", "~/models", "/models/mine"),
+        ("../mine/", "..", "/models/mine"),
+    ],
+)
+def test_check_model_folder_of_the_host_names_the_two_lines(model: str, folder: str, inside: str) -> None:
+    with pytest.raises(UsageError, match="is not in the container") as caught:
+        container.check_model_folder(model, "gpu")
+    assert f"QWEN_NVFP4_MODELS={folder} and MODEL={inside} into .env" in str(caught.value)
+
+
+def test_check_model_folder_leaves_names_and_folders_that_are_seen_to_others(tmp_path: Path) -> None:
+    for model in (None, "embedded", "owner/name", str(tmp_path), "/models/not-there"):
+        container.check_model_folder(model, "gpu")

@@ -15,11 +15,13 @@ from qwen_nvfp4_serve.settings import Settings
 from qwen_nvfp4_serve.units import GIB, MIB
 
 CACHE_ROOT = Path("/cache")
+MODELS_MOUNT = Path("/models")
 SHM = Path("/dev/shm")
 SHM_FLOOR_BYTES = 1 * GIB  # NCCL and vLLM's message queues between workers; Docker's own default is 64 MiB
 STOP_MARGIN_S = 20  # the supervisor's: 10 s for vLLM to close down, 5 s to reap, and some slack
 CONTAINER = "QWEN_NVFP4_CONTAINER"  # the image's target, and the service that runs it
 STOP_GRACE, SET_OUTSIDE = "QWEN_NVFP4_STOP_GRACE", "QWEN_NVFP4_SET_OUTSIDE"
+MODELS = "QWEN_NVFP4_MODELS"  # folder of the host that docker-compose.yml mounts at MODELS_MOUNT
 UNIT_SECONDS = {"h": 3600, "m": 60, "s": 1}
 
 
@@ -28,16 +30,31 @@ def in_container() -> bool:
     return CONTAINER in os.environ
 
 
-def check_container(settings: Settings, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises UsageError at the first thing that would stop the server, or surprise its user, later."""
+def check_container(settings: Settings, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """What the user should know. Raises UsageError at what would stop the server, or surprise its user, later."""
     service = environ.get(CONTAINER, "gpu")
+    check_model_folder(settings.model, service)
     check_temporary()
     for folder in cache_folders(settings, environ):
         check_cache(folder, uid=os.getuid(), gid=os.getgid(), service=service)
     check_shm(shutil.disk_usage(SHM).total if SHM.exists() else None, settings.tensor_parallel, service)
     check_stop_grace(environ.get(STOP_GRACE), settings.shutdown_timeout_s, service)
     has_secret = {"VLLM_API_KEY": settings.vllm_api_key is not None, "HF_TOKEN": settings.hf_token is not None}
-    check_secrets_arrived(environ.get(SET_OUTSIDE, "").split(), has_secret)
+    return check_secrets_arrived(environ.get(SET_OUTSIDE, "").split(), has_secret)
+
+
+def check_model_folder(model: str | None, service: str) -> None:
+    """Raises UsageError when MODEL is a path of the host: a container sees its own folders only."""
+    if model is None or not model.startswith(("/", ".", "~")) or os.path.exists(model):
+        return
+    folder = Path(model)
+    if MODELS_MOUNT in folder.parents:
+        return
+    raise UsageError(
+        f"MODEL={model} is not in the container",
+        do=f"Put {MODELS}={folder.parent} and MODEL={MODELS_MOUNT / folder.name} into .env (host folder, and where it "
+        f"is seen) and type: docker compose up -d {service}",
+    )
 
 
 def check_temporary() -> None:
@@ -120,11 +137,20 @@ def duration_s(text: str) -> float | None:
     return sum(float(number) * UNIT_SECONDS[unit] for number, unit in parts)
 
 
-def check_secrets_arrived(set_outside: list[str], has_secret: Mapping[str, bool]) -> None:
-    """Raises UsageError when a secret is set only in the shell: it is not passed on, and must not be lost silently."""
+def check_secrets_arrived(set_outside: list[str], has_secret: Mapping[str, bool]) -> tuple[str, ...]:
+    """One sentence for each secret that is set only in the shell: it is not passed on, and must not be lost silently.
+
+    Raises UsageError where that is the key. Many shells hold a token that the models served here do not need.
+    """
+    notices = []
     for name in set_outside:
-        if not has_secret.get(name, False):
-            raise UsageError(
-                f"{name} is set in the shell, from where containers do not get it (docker inspect would show it)",
-                do=f"Put {name}=… into .env, or its file into {name}_FILE.",
-            )
+        if has_secret.get(name, False):
+            continue
+        lost = UsageError(
+            f"{name} is set in the shell, from where containers do not get it (docker inspect would show it)",
+            do=f"Put {name}=… into .env, or its file into {name}_FILE.",
+        )
+        if name == "VLLM_API_KEY":
+            raise lost
+        notices.append(f"WARNING: {lost.sentence()}")
+    return tuple(notices)

@@ -64,8 +64,8 @@ class Prepared:
 def prepare(loaded: Loaded, report: Report) -> Prepared:
     """Facts, model, plan, checks, command: all before the first process, and nothing written. Raises QwenNvfp4Error."""
     settings = loaded.settings
-    if in_container():
-        check_container(settings)
+    for notice in check_container(settings) if in_container() else ():
+        report("notice", notice)
     device = choose_device(settings, report)
     preflight.check_build(device, preflight.installed_kind())
     vllm_version = preflight.check_version(device)

@@ -12,7 +12,7 @@ from stack import ROOT, Stack
 
 from qwen_nvfp4_serve.container import STOP_GRACE, STOP_MARGIN_S, duration_s
 from qwen_nvfp4_serve.kernels.build import LIBRARIES
-from qwen_nvfp4_serve.settings import default_of
+from qwen_nvfp4_serve.settings import default_of, load_settings
 
 pytestmark = pytest.mark.docker
 
@@ -57,6 +57,7 @@ def test_server_is_confined(services: dict[str, Any], name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert service["pids_limit"] > 0
+    assert service["logging"] == {"driver": "local"}  # which rotates
     assert service["restart"] == "unless-stopped"
     assert int(service["shm_size"]) >= 1 << 30
     assert not {"privileged", "ipc", "network_mode", "pid"} & service.keys()
@@ -114,10 +115,43 @@ def test_caches_are_volumes_and_hf_home_may_be_a_folder(stack: Stack, tmp_path: 
         "/config": "bind",
         "/cache": "volume",
         "/cache/huggingface": "volume",
+        "/models": "bind",
     }
     assert mounts["/config"]["read_only"] is True
     mounts = {row["target"]: row for row in stack.config(more={"HF_HOME": str(tmp_path)})["services"]["gpu"]["volumes"]}
     assert (mounts["/cache/huggingface"]["type"], mounts["/cache/huggingface"]["source"]) == ("bind", str(tmp_path))
+
+
+def test_models_folder_of_the_host_is_seen_and_never_made(stack: Stack, tmp_path: Path) -> None:
+    """Docker would make a misspelt folder, as root."""
+    for given, source in ((None, stack.folder), (str(tmp_path), tmp_path), ("./mine", stack.folder / "mine")):
+        more = {"QWEN_NVFP4_MODELS": given} if given else {}
+        mounts = {row["target"]: row for row in stack.config(more=more)["services"]["gpu"]["volumes"]}
+        models = mounts["/models"]
+        assert (models["source"], models["read_only"]) == (str(source), True)
+        assert models["bind"].get("create_host_path", False) is False
+
+
+# What people's editors and habits make of a `.env`: its text, and the port and model that it means.
+ENV_FILES = {
+    "windows": (b"\xef\xbb\xbfPORT=8001\r\n\r\nMODEL=qwen3.5-27b\r\n# end\r\n", 8001, "qwen3.5-27b"),
+    "quotes": (b"PORT=\"8001\" # the port\nMODEL='qwen3.5-27b'\n", 8001, "qwen3.5-27b"),
+    "spaces": (b"PORT = 8001 \n  export MODEL=./my models/a#b # mine\n", 8001, "./my models/a#b"),
+    "twice, no end of line": (b"PORT=8000\nMODEL=\nPORT=8001", 8001, None),
+}
+
+
+@pytest.mark.parametrize("name", ENV_FILES)
+def test_odd_env_file_means_the_same_to_compose_and_to_us(stack: Stack, tmp_path: Path, name: str) -> None:
+    text, port, model = ENV_FILES[name]
+    (tmp_path / ".env").write_bytes(text)
+    service = Stack(tmp_path, stack.name, 8000).config()["services"]["gpu"]
+    published = [(row["published"], row["target"]) for row in service["ports"]]
+    assert published == [(str(port), port)]
+    environment = {key: value for key, value in service["environment"].items() if value is not None}
+    for environ in (environment, {}):
+        settings = load_settings(tmp_path / ".env", environ).settings
+        assert (settings.port, settings.model) == (port, model)
 
 
 def test_no_service_depends_on_another_and_tools_find_the_server_by_alias(services: dict[str, Any]) -> None:

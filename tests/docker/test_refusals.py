@@ -130,3 +130,15 @@ def test_env_file_of_another_user_names_the_chown(project: Stack, tmp_path: Path
     (tmp_path / ".env").write_text("MAX_NUM_SEQS=4\n")
     (tmp_path / ".env").chmod(0o600)
     assert "sudo chown 1000 .env" in refusal(project)
+    tmp_path.chmod(0o700)
+    assert "sudo chmod o+x ." in refusal(project)
+
+
+def test_model_folder_of_the_host_names_the_lines_and_is_then_seen(project: Stack, tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere" / "mine"
+    folder.mkdir(parents=True)
+    (tmp_path / ".env").write_text("MODEL=/data/elsewhere/mine\n")
+    line = refusal(project)
+    assert "QWEN_NVFP4_MODELS=/data/elsewhere and MODEL=/models/mine into .env" in line
+    (tmp_path / ".env").write_text(f"QWEN_NVFP4_MODELS={folder.parent}\nMODEL=/models/mine\n")
+    assert "/models/mine: seen no config.json" in refusal(project)
