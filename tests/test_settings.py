@@ -210,6 +210,15 @@ def test_load_settings_misspelt_knob_with_a_library_prefix_is_refused(env_file: 
     load_settings(None, {"HF_HUB_CACHE": "x", "CUDA_HOME": "x", "HF_XET_CACHE": "x"})
 
 
+def test_load_settings_misspelt_name_of_the_docker_stack_is_refused(env_file: Path) -> None:
+    """Only Compose reads these, and Compose passes over a name that it does not know."""
+    env_file.write_text("QWEN_NVFP4_SHM_SIZE=4gb\nQWEN_NVFP4_MODELS=/data\n")
+    load_settings(env_file, {})
+    env_file.write_text("QWEN_NVFP4_SHMSIZE=4gb\n")
+    with pytest.raises(UsageError, match="Did you mean QWEN_NVFP4_SHM_SIZE"):
+        load_settings(env_file, {})
+
+
 @pytest.mark.parametrize("key", ["schlüssel", "two words", "a\tb"])
 def test_load_settings_key_that_no_client_can_send_is_refused_unechoed(key: str) -> None:
     with pytest.raises(UsageError, match="VLLM_API_KEY") as caught:

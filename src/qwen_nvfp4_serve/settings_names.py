@@ -67,10 +67,26 @@ FOREIGN_PREFIXES = (
     "COMPOSE_",
     "DOCKER_",
     "PYTORCH_",
-    "QWEN_NVFP4_",
 )
 FOREIGN_NAMES = frozenset(
     {"MAX_JOBS", "NO_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "TZ", "TMPDIR", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"}
+)
+# What only docker-compose.yml reads (docs/docker.md, "Settings"). Compose itself passes over a name it does not know.
+COMPOSE_PREFIX = "QWEN_NVFP4_"
+COMPOSE_NAMES = frozenset(
+    COMPOSE_PREFIX + name
+    for name in (
+        "GPU_BASE",
+        "CPU_BASE",
+        "FLASHINFER_KERNELS",
+        "GPU_IMAGE",
+        "CPU_IMAGE",
+        "TOOLS_IMAGE",
+        "MODELS",
+        "RESULTS",
+        "SHM_SIZE",
+        "STOP_GRACE",
+    )
 )
 # How alike, and how long, an environment variable must be to count as a misspelt knob: most names there are not ours.
 CLOSE_IN_ENVIRONMENT = 0.87
@@ -146,7 +162,8 @@ def check_names(from_file: Mapping[str, str], environ: Mapping[str, str], knobs:
         if name.startswith("VLLM_"):
             _check_vllm_name(name, knobs)
         elif not _is_foreign(name) or _closest(name, knobs, CLOSE_IN_ENVIRONMENT):
-            guess = ALIASES.get(name) or _closest(name.upper(), knobs, CLOSE_IN_FILE)
+            names = COMPOSE_NAMES if name.startswith(COMPOSE_PREFIX) else knobs
+            guess = ALIASES.get(name) or _closest(name.upper(), names, CLOSE_IN_FILE)
             hint = f"Did you mean {guess}?" if guess else "See .env.example for the knobs."
             raise UsageError(f"{name} in .env is not a knob", do=hint)
         passthrough[name] = value.strip()
@@ -154,7 +171,7 @@ def check_names(from_file: Mapping[str, str], environ: Mapping[str, str], knobs:
 
 
 def _is_foreign(name: str) -> bool:
-    return name in FOREIGN_NAMES or name.startswith(FOREIGN_PREFIXES)
+    return name in FOREIGN_NAMES | COMPOSE_NAMES or name.startswith(FOREIGN_PREFIXES)
 
 
 def _closest(name: str, knobs: frozenset[str], cutoff: float) -> str | None:
