@@ -60,6 +60,16 @@ def test_run_child_that_never_gets_ready_is_ended_at_the_start_timeout() -> None
     assert not psutil.Process().children(recursive=True)
 
 
+def test_run_leaves_alone_what_was_below_it_before() -> None:
+    """In `qwen-nvfp4 serve > >(tee log)` the shell makes tee a child of ours, and it must hear the end."""
+    made, _ = supervisor("pass", ready=False)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as tee:
+        made.run()
+        still_there = tee.poll() is None
+        tee.kill()
+    assert still_there
+
+
 DRIVER = """
 import os, sys, time
 from qwen_nvfp4_serve.supervisor import Supervisor

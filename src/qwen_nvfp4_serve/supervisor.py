@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -83,10 +83,12 @@ class Supervisor:
     _ready: threading.Event = field(default_factory=threading.Event)
     _engines: tuple[psutil.Process, ...] = ()
     _fault: str | None = None
+    _others: frozenset[int] = frozenset()
 
     def run(self) -> int:
         """Start, watch and end the child; 0 when stopped on request, 1 when it ended by itself or never got ready."""
         _become_subreaper()
+        self._others = frozenset(other.pid for other in psutil.Process().children())
         handlers = {
             number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         }
@@ -110,7 +112,7 @@ class Supervisor:
         try:
             return self._watch(child, reader)
         finally:
-            end_all(child.pid)
+            end_all(child.pid, self._others)
             guard.wait()
             reader.join(timeout=1.0)
             for number, handler in handlers.items():
@@ -155,7 +157,7 @@ class Supervisor:
         if child.poll() is None:
             why = "a second signal" if len(self._signals) > 1 else f"still running after {drain_s:g} s"
             self.report("stopping", f"ending vLLM's processes: {why}")
-        end_all(child.pid)
+        end_all(child.pid, self._others)
         self.report("stopped", "every process has ended")
         return EXIT_STOPPED
 
@@ -230,13 +232,16 @@ class Supervisor:
         self._signals.append(number)
 
 
-def end_all(leader_pid: int) -> None:
-    """Kill the process group of `leader_pid` and all below this process, and reap them; returns when they are gone."""
+def end_all(leader_pid: int, others: Collection[int] = ()) -> None:
+    """Kill the process group of `leader_pid` and all below this process, and reap them; returns when they are gone.
+
+    others: children that are not vLLM's, such as the tee of a shell's `serve > >(tee log)`.
+    """
     me = psutil.Process()
     deadline = time.monotonic() + REAP_S
     while time.monotonic() < deadline:
         _kill_group(leader_pid)
-        left = [process for process in me.children(recursive=True) if _kill(process)]
+        left = [process for process in me.children(recursive=True) if process.pid not in others and _kill(process)]
         _reap()
         if not left:
             return
