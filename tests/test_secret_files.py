@@ -26,9 +26,10 @@ def test_load_settings_takes_the_key_from_the_file(tmp_path: Path) -> None:
 
 
 def test_read_secret_files_missing_names_the_line_to_type(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"seen no file secrets/key.*printf %s 'YOUR-SECRET' > secrets/key"):
+    line = r"seen no file secrets/key.*Type: mkdir -p secrets && printf %s 'YOUR-SECRET' > secrets/key"
+    with pytest.raises(UsageError, match=line):
         read_secret_files({"HF_TOKEN_FILE": "secrets/key"})
-    with pytest.raises(UsageError, match=r"below the folder of docker-compose\.yml"):
+    with pytest.raises(UsageError, match=r"Type: printf [^&]*/absent.*as HF_TOKEN_FILE=secrets/absent\.$"):
         read_secret_files({"HF_TOKEN_FILE": str(tmp_path / "absent")})
 
 

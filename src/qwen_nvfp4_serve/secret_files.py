@@ -27,8 +27,10 @@ def read_secret_files(given: Mapping[str, str]) -> dict[str, str]:
 def read_secret(knob: str, path: Path) -> str:
     """The one line in `path`."""
     what, wanted = f"{knob}_FILE", "a text file that holds the secret"
-    hint = ". In a container only files below the folder of docker-compose.yml are seen." if path.is_absolute() else ""
-    write = f"Type: printf %s 'YOUR-SECRET' > {path}{hint}"
+    inside = ". A container sees only the folder of docker-compose.yml: name a file there, as "
+    hint = f"{inside}{what}=secrets/{path.name}." if path.is_absolute() else ""
+    mkdir = "" if path.parent.is_dir() else f"mkdir -p {path.parent} && "
+    write = f"Type: {mkdir}printf %s 'YOUR-SECRET' > {path}{hint}"
     try:
         if path.exists() and not path.is_file():
             raise UsageError(what, seen=f"{path}, which is no file", expected=wanted, do="Name a file.")
