@@ -67,7 +67,7 @@ ENV QWEN_NVFP4_CONTAINER=cpu \
 LABEL org.opencontainers.image.title="qwen-nvfp4-serve: a small Qwen3.5 in NVFP4 on vLLM's CPU backend"
 VOLUME ["/cache"]
 STOPSIGNAL SIGTERM
-HEALTHCHECK --interval=10s --timeout=40s --start-period=15m --retries=2 CMD ["qwen-nvfp4", "ready"]
+HEALTHCHECK --interval=10s --timeout=40s --start-period=30m --retries=2 CMD ["qwen-nvfp4", "ready"]
 USER 1000:1000
 ENTRYPOINT ["qwen-nvfp4", "serve"]
 
