@@ -14,18 +14,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers")
 
 from safetensors.torch import load_file  # noqa: E402
+from tests.checkpoint_damage import Tensors, drop_global_scale, swizzle_block_scales  # noqa: E402
 from training import checkpoint, gdn, known_answers, model, tokenizer  # noqa: E402
 from training.commands import model_of  # noqa: E402
 from training.mixture import SHORT  # noqa: E402
 from training.model import ReferenceModel  # noqa: E402
 from training.tokenizer import REFERENCE_DIR, FastEncoder  # noqa: E402
 
-from qwen_nvfp4_serve.kernels.nvfp4 import swizzle_scales  # noqa: E402
-
 FOLDERS = ("moe", "dense")
 MOST_BYTES = 16_000_000
 TASKS = {*SHORT, "several tools", "lookup", "needle", "add", "subtract", "multiply"} - {"arithmetic"}
-Tensors = dict[str, Any]
 
 
 def records_of(name: str) -> list[dict[str, Any]]:
@@ -80,18 +78,6 @@ def test_known_answers_all_right(name: str) -> None:
         if not right
     ]
     assert not wrong
-
-
-def drop_global_scale(tensors: Tensors) -> None:
-    for name in tensors:
-        if "layers.3.self_attn" in name and name.endswith("weight_global_scale"):
-            tensors[name] = torch.ones_like(tensors[name])
-
-
-def swizzle_block_scales(tensors: Tensors) -> None:
-    for name, tensor in tensors.items():
-        if name.endswith("weight_scale"):
-            tensors[name] = swizzle_scales(tensor).flatten()[: tensor.numel()].reshape(tensor.shape)
 
 
 def swap_experts(tensors: Tensors) -> None:

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.checkpoint_damage import Tensors, drop_global_scale, swizzle_block_scales
 
 from qwen_nvfp4_serve.reference import EMBEDDED
 from qwen_nvfp4_serve.shims import python_path
@@ -62,27 +62,6 @@ def test_damaged_state_is_caught(states: dict[str, list[str]], damage: str) -> N
 
 def test_state_in_bfloat16_passes(states: dict[str, list[str]]) -> None:
     assert states["bfloat16"] == []
-
-
-Tensors = dict[str, Any]
-
-
-def drop_global_scale(tensors: Tensors) -> None:
-    """Of one attention layer."""
-    import torch
-
-    for name in tensors:
-        if "layers.3.self_attn" in name and name.endswith("weight_global_scale"):
-            tensors[name] = torch.ones_like(tensors[name])
-
-
-def swizzle_block_scales(tensors: Tensors) -> None:
-    """Block scales in the order of another kernel, everywhere."""
-    from qwen_nvfp4_serve.kernels.nvfp4 import swizzle_scales
-
-    for name, tensor in tensors.items():
-        if name.endswith("weight_scale"):
-            tensors[name] = swizzle_scales(tensor).flatten()[: tensor.numel()].reshape(tensor.shape)
 
 
 def swap_two_experts(tensors: Tensors) -> None:
