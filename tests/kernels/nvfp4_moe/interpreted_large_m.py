@@ -12,8 +12,9 @@ import os
 
 import pytest
 import torch
+from tests.kernels.nvfp4_moe.made_experts import dense, made_experts
 
-from qwen_nvfp4_serve.kernels import nvfp4, nvfp4_moe
+from qwen_nvfp4_serve.kernels import nvfp4
 from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, large_m
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -26,44 +27,20 @@ EXPERTS, HIDDEN, WIDTH, TOP_K = 6, 192, 64, 3
 
 
 def random_experts(experts: int = EXPERTS, hidden: int = HIDDEN, width: int = WIDTH) -> ExpertWeights:
-    """Every code and many scales, with three unequal global scales for each expert."""
-    generator = torch.Generator().manual_seed(experts + hidden + width)
-
-    def packed(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, generator=generator)
-        scale = torch.randint(32, 127, (experts, rows, columns // 16), dtype=torch.uint8, generator=generator)
-        return codes, scale.view(torch.float8_e4m3fn)
-
-    w13, w13_scale = packed(2 * width, hidden)
-    w2, w2_scale = packed(hidden, width)
-    gate, up, down = (torch.rand(experts, generator=generator) * size + size for size in (1e-5, 7e-5, 3e-4))
-    return nvfp4_moe.prepare_experts(
-        w13=w13,
-        w13_block_scale=w13_scale,
-        w2=w2,
-        w2_block_scale=w2_scale,
-        gate_scale=gate,
-        up_scale=up,
-        down_scale=down,
-    )
+    """Many block scales, up to the largest."""
+    return made_experts(experts, hidden, width, block_scales=(32, 127), global_scales=(1e-5, 7e-5, 3e-4))
 
 
 def expected(x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     """The sum in float64, nothing rounded."""
-    hidden, width = weights.hidden, weights.intermediate
     y = torch.zeros(x.shape, dtype=torch.float64)
     for token, chosen in enumerate(ids.tolist()):
         for rank, expert in enumerate(chosen):
             if not 0 <= expert < weights.experts:
                 continue
-            rows = torch.stack((weights.gate_scale[expert], weights.up_scale[expert])).repeat_interleave(width)
-            block = nvfp4.unswizzle_scales(weights.w13_scales[expert], 2 * width, hidden // 16)
-            gate, up = (
-                nvfp4.dequantize_nvfp4(weights.w13[expert], block, rows, dtype=torch.float64) @ x[token].double()
-            ).chunk(2)
-            block = nvfp4.unswizzle_scales(weights.w2_scales[expert], hidden, width // 16)
-            down = nvfp4.dequantize_nvfp4(weights.w2[expert], block, weights.down_scale[expert], dtype=torch.float64)
-            y[token] += shares[token, rank].double() * (down @ (torch.nn.functional.silu(gate) * up))
+            first, second = dense(weights, expert, torch.float64)
+            gate, up = (first @ x[token].double()).chunk(2)
+            y[token] += shares[token, rank].double() * (second @ (torch.nn.functional.silu(gate) * up))
     return y
 
 

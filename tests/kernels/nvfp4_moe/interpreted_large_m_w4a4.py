@@ -9,9 +9,10 @@ import os
 
 import pytest
 import torch
+from tests.kernels.nvfp4_moe.made_experts import dense, made_experts
 from torch.nn import functional
 
-from qwen_nvfp4_serve.kernels import nvfp4, nvfp4_moe
+from qwen_nvfp4_serve.kernels import nvfp4
 from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, large_m, large_m_w4a4
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -24,26 +25,8 @@ EXPERTS, HIDDEN, WIDTH, TOP_K = 3, 256, 128, 2
 
 
 def random_experts() -> ExpertWeights:
-    """Three unequal global scales for each expert; gates of about one."""
-    generator = torch.Generator().manual_seed(0)
-
-    def codes(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-        packed = torch.randint(0, 256, (EXPERTS, rows, columns // 2), dtype=torch.uint8, generator=generator)
-        scale = torch.randint(48, 80, (EXPERTS, rows, columns // 16), dtype=torch.uint8, generator=generator)
-        return packed, scale.view(torch.float8_e4m3fn)
-
-    w13, w13_scale = codes(2 * WIDTH, HIDDEN)
-    w2, w2_scale = codes(HIDDEN, WIDTH)
-    gate, up, down = (torch.rand(EXPERTS, generator=generator) * 0.01 + 0.005 for _ in range(3))
-    return nvfp4_moe.prepare_experts(
-        w13=w13,
-        w13_block_scale=w13_scale,
-        w2=w2,
-        w2_block_scale=w2_scale,
-        gate_scale=gate,
-        up_scale=up,
-        down_scale=down,
-    )
+    """Gates of about one."""
+    return made_experts(EXPERTS, HIDDEN, WIDTH, block_scales=(48, 80), global_scales=(0.006, 0.006, 0.006))
 
 
 def first_row(starts: list[int], expert: int) -> int:
@@ -146,11 +129,7 @@ def expected(
         for rank, expert in enumerate(chosen):
             if not 0 <= expert < EXPERTS:
                 continue
-            rows = torch.stack((weights.gate_scale[expert], weights.up_scale[expert])).repeat_interleave(WIDTH)
-            block = nvfp4.unswizzle_scales(weights.w13_scales[expert], 2 * WIDTH, HIDDEN // 16)
-            first = nvfp4.dequantize_nvfp4(weights.w13[expert], block, rows)
-            block = nvfp4.unswizzle_scales(weights.w2_scales[expert], HIDDEN, WIDTH // 16)
-            second = nvfp4.dequantize_nvfp4(weights.w2[expert], block, weights.down_scale[expert])
+            first, second = dense(weights, expert, torch.float32)
             inputs = nvfp4.quantize_nvfp4(x[token].unsqueeze(0), scales[0, expert]).dequantize()
             gate, up = (inputs @ first.T).chunk(2, dim=-1)
             middle = nvfp4.quantize_nvfp4(functional.silu(gate) * up, scales[1, expert]).dequantize()
