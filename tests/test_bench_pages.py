@@ -191,6 +191,8 @@ def test_command_interrupted_keeps_finished_cases_and_no_result(tmp_path: Path) 
         (["--out", "x", "--against", "nobody"], "--against: seen nobody"),
         ([], "--out: seen nothing"),
         (["compare", "a.json", "b.json"], "result a.json: seen No such file"),
+        (["--out", "x", "--base-url", "http://user:secret@127.0.0.1:1/v1"], "--base-url: seen a URL with one of them"),
+        (["--out", "x", "--env-file", "none.env"], "none.env"),
     ],
 )
 def test_command_wrong_use_is_exit_2_and_one_sentence(tmp_path: Path, words: list[str], says: str) -> None:

@@ -9,7 +9,7 @@ from tests.bench_stand_in import MAX_MODEL_LEN, Script, scripted
 
 from qwen_nvfp4_serve.bench.result import CaseResult, Result
 from qwen_nvfp4_serve.bench.runner import Order, Step, run_bench
-from qwen_nvfp4_serve.bench.server import describe_server
+from qwen_nvfp4_serve.bench.subject import subject_of
 from qwen_nvfp4_serve.bench.workload import Workload
 from qwen_nvfp4_serve.smoke import connect
 
@@ -19,8 +19,7 @@ QUICK = {"prompts": (40,), "generates": (64,), "runs": 2, "warmup_runs": 0}
 def bench(script: Script, *, nonce: str = "n", **settings: object) -> Result:
     workload = Workload(**(QUICK | settings))  # type: ignore[arg-type]
     with scripted(script) as url:
-        server = describe_server(connect(url, None), log=None, plan=None)
-        order = Order(workload=workload, server=server, api_key=None, nonce=nonce, label="test", remote=False)
+        order = Order(workload=workload, subject=subject_of(connect(url, None), label="test"), nonce=nonce)
         return run_bench(order, lambda _: None)
 
 
@@ -159,8 +158,7 @@ def test_progress_counts_every_batch() -> None:
     steps: list[Step] = []
     workload = Workload(prompts=(40,), generates=(4,), depths=(0, 64), runs=2, warmup_runs=1, cached_context=True)
     with scripted(Script(tokens_per_s=4000)) as url:
-        server = describe_server(connect(url, None), log=None, plan=None)
-        order = Order(workload=workload, server=server, api_key=None, nonce="n", label="test", remote=False)
+        order = Order(workload=workload, subject=subject_of(connect(url, None), label="test"), nonce="n")
         run_bench(order, steps.append)
     assert steps[-1].done == steps[-1].total == 3 + 2 * 3
     assert sorted(step.done for step in steps) == [step.done for step in steps]

@@ -20,7 +20,7 @@ import pytest
 from tests.quality_stand_in import Json, Script, message_of, scripted
 
 from qwen_nvfp4_serve import cli
-from qwen_nvfp4_serve.bench.server import describe_server
+from qwen_nvfp4_serve.bench.subject import subject_of
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.quality import client
 from qwen_nvfp4_serve.quality.result import FILE, Outcome, Result, read_result, result_schema
@@ -49,8 +49,7 @@ def ask(script: Script, exam: Exam) -> Result:
     script.exam = exam
     script.__post_init__()
     with scripted(script) as url:
-        facts = describe_server(connect(url, "key"), log=None, plan=None)
-        return run_quality(Order(exam=exam, server=facts, api_key="key", label="x", remote=False), lambda _: None)
+        return run_quality(Order(exam=exam, subject=subject_of(connect(url, "key"), label="x")), lambda _: None)
 
 
 def reasons(result: Result) -> set[str | None]:

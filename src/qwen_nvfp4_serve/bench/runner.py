@@ -12,11 +12,12 @@ from typing import Literal
 from qwen_nvfp4_serve import __version__
 from qwen_nvfp4_serve.bench import client
 from qwen_nvfp4_serve.bench.client import Target
-from qwen_nvfp4_serve.bench.machine import describe_machine, query_cards
+from qwen_nvfp4_serve.bench.machine import query_cards
 from qwen_nvfp4_serve.bench.prompts import LEAD, Prompt, Vocabulary, learn_vocabulary
-from qwen_nvfp4_serve.bench.result import FORMAT, CaseResult, Result, ServerFacts
+from qwen_nvfp4_serve.bench.result import FORMAT, CaseResult, Result
 from qwen_nvfp4_serve.bench.samples import Failure, read_exchange
 from qwen_nvfp4_serve.bench.statistics import Batch, goodput, measure, peak
+from qwen_nvfp4_serve.bench.subject import Subject, machine_of
 from qwen_nvfp4_serve.bench.workload import Case, Workload, cases
 
 CountedBy = Literal["tokenize", "usage"]
@@ -24,15 +25,11 @@ CountedBy = Literal["tokenize", "usage"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """All that a run needs. remote: the server is not on this machine. nonce: see Result."""
+    """All that a run needs. nonce: see Result."""
 
     workload: Workload
-    server: ServerFacts
-    api_key: str | None
+    subject: Subject
     nonce: str
-    label: str
-    remote: bool
-    card_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ def run_bench(order: Order, observe: Callable[[Step], None]) -> Result:
     return Result(
         format=FORMAT,
         complete=complete,
-        label=order.label,
+        label=order.subject.label,
         started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - began_s,
         project=__version__,
@@ -79,18 +76,18 @@ def run_bench(order: Order, observe: Callable[[Step], None]) -> Result:
         nonce=order.nonce,
         counted_by=notebook.counted_by,
         latency_ms=1000.0 * notebook.latency_s,
-        server=order.server,
-        machine=describe_machine(remote=order.remote, card_name=order.card_name, before=before, after=query_cards()),
+        server=order.subject.server,
+        machine=machine_of(order.subject, before),
         cases=notebook.cases,
     )
 
 
 async def _run(order: Order, notebook: Notebook, observe: Callable[[Step], None]) -> None:
-    workload = order.workload
+    workload, server = order.workload, order.subject.server
     async with client.open_target(
-        order.server.base_url,
-        order.api_key,
-        model=order.server.model,
+        server.base_url,
+        order.subject.api_key,
+        model=server.model,
         endpoint=workload.endpoint,
         streams=max(workload.concurrencies),
         temperature=workload.temperature,

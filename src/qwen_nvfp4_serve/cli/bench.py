@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from qwen_nvfp4_serve.cli.measuring import new_folder, numbers, reach
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError, printable
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 
     from qwen_nvfp4_serve.bench.result import Result
     from qwen_nvfp4_serve.bench.runner import Order
-    from qwen_nvfp4_serve.bench.workload import Workload
-    from qwen_nvfp4_serve.smoke import Server
 
 RESULT, INTERRUPTED, PAGE = "result.json", "interrupted.json", "README.md"
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -73,7 +72,9 @@ def bench(
     against: str = typer.Option("", help="Published figures to draw beside: seed_35b,seed_27b_marlin."),
     server_log: Path | None = typer.Option(None, help="File with the server's log; its kernel lines are kept."),
     plan: Path | None = typer.Option(None, help="JSON of `qwen-nvfp4 plan --json`, kept with the result."),
-    env_file: Path = typer.Option(Path(".env"), help="Settings of the server; its key is used."),
+    env_file: Path | None = typer.Option(
+        None, "--env-file", readable=False, help="Settings of the server instead of .env; its key is used."
+    ),
 ) -> None:
     """Prefill and decode speed at context depth, from a running server.
 
@@ -82,6 +83,8 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     from qwen_nvfp4_serve.bench.published import find_published
+    from qwen_nvfp4_serve.bench.runner import Order
+    from qwen_nvfp4_serve.bench.subject import subject_of
     from qwen_nvfp4_serve.bench.workload import Workload, check_workload
 
     workload = Workload(
@@ -102,14 +105,14 @@ def bench(
         ttft_limit_ms=ttft_ms,
         tpot_limit_ms=tpot_ms,
     )
-    folder = _new_folder(out)
+    folder = new_folder(out, RESULT)
     names = [name.strip() for name in against.split(",") if name.strip()]
     find_published(names)
     check_workload(workload, 0)
-    server = _connect(base_url, env_file)
+    server = reach(base_url, env_file)
     check_workload(workload, server.max_model_len)
-    order = _order(workload, server, label=label or folder.resolve().name, card=card, server_log=server_log, plan=plan)
-    _measure(order, folder, names)
+    subject = subject_of(server, label=label or folder.resolve().name, card=card, log=server_log, plan=plan)
+    _measure(Order(workload=workload, subject=subject, nonce=secrets.token_hex(8)), folder, names)
 
 
 @group.command()
@@ -227,53 +230,6 @@ def schema() -> None:
     from qwen_nvfp4_serve.bench.result import result_schema
 
     typer.echo(json.dumps(result_schema(), indent=1))
-
-
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """The numbers of an option like `0,4096`. Raises UsageError naming the option."""
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise UsageError(option, seen=repr(text), expected="numbers with commas between") from None
-
-
-def _new_folder(out: Path | None) -> Path:
-    if out is None:
-        raise UsageError("--out", seen="nothing", expected="a folder for the result", do="Add --out DIR.")
-    from qwen_nvfp4_serve.bench.files import writing
-
-    with writing(out):
-        if (out / RESULT).exists():
-            expected = "a folder without one"
-            raise UsageError(f"--out {out}", seen=f"a {RESULT}", expected=expected, do="Name another folder.")
-    return out
-
-
-def _connect(base_url: str, env_file: Path) -> Server:
-    from qwen_nvfp4_serve.settings import load_settings
-    from qwen_nvfp4_serve.smoke import connect
-
-    settings = load_settings(env_file).settings
-    key = settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
-    return connect(base_url or f"http://127.0.0.1:{settings.port}/v1", key)
-
-
-def _order(
-    workload: Workload, server: Server, *, label: str, card: str | None, server_log: Path | None, plan: Path | None
-) -> Order:
-    from qwen_nvfp4_serve.bench.machine import is_remote
-    from qwen_nvfp4_serve.bench.runner import Order
-    from qwen_nvfp4_serve.bench.server import describe_server
-
-    return Order(
-        workload=workload,
-        server=describe_server(server, log=server_log, plan=plan),
-        api_key=server.api_key,
-        nonce=secrets.token_hex(8),
-        label=label,
-        remote=is_remote(server.base_url),
-        card_name=card,
-    )
 
 
 def _measure(order: Order, folder: Path, against: list[str]) -> None:

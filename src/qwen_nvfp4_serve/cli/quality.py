@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from qwen_nvfp4_serve.cli.measuring import new_folder, numbers, reach
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError, printable
-from qwen_nvfp4_serve.settings import ENV_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from qwen_nvfp4_serve.quality.result import Result
     from qwen_nvfp4_serve.quality.runner import Order
     from qwen_nvfp4_serve.quality.task import Exam
-    from qwen_nvfp4_serve.smoke import Server
 
 INTERRUPTED_FILE, PAGE = "quality-interrupted.json", "quality.md"
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
@@ -70,6 +69,10 @@ def quality(
     """
     if context.invoked_subcommand is not None:
         return
+    from qwen_nvfp4_serve.bench.subject import subject_of
+    from qwen_nvfp4_serve.quality.result import FILE
+    from qwen_nvfp4_serve.quality.runner import Order
+
     exam = _exam(
         quick,
         seed=seed,
@@ -86,9 +89,10 @@ def quality(
     )
     if at_least is not None and not (math.isfinite(at_least) and 0 <= at_least <= 100):
         raise UsageError("--at-least", seen=f"{at_least:g}", expected="a share from 0 to 100 %")
-    folder = _new_folder(out)
-    server = _connect(base_url, model, api_key, env_file)
-    _ask(_order(exam, server, label=label or folder.resolve().name, card=card, log=server_log), folder, at_least)
+    folder = new_folder(out, FILE)
+    server = reach(base_url, env_file, api_key=api_key, model=model)
+    subject = subject_of(server, label=label or folder.resolve().name, card=card, log=server_log)
+    _ask(Order(exam=exam, subject=subject), folder, at_least)
 
 
 @group.command()
@@ -172,50 +176,7 @@ def _words(text: str | None) -> tuple[str, ...] | None:
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    from qwen_nvfp4_serve.cli.bench import numbers
-
     return None if text is None else numbers(option, text)
-
-
-def _new_folder(out: Path | None) -> Path:
-    from qwen_nvfp4_serve.bench.files import writing
-    from qwen_nvfp4_serve.quality.result import FILE
-
-    if out is None:
-        raise UsageError("--out", seen="nothing", expected="a folder for the result", do="Add --out DIR.")
-    with writing(out):
-        if (out / FILE).exists():
-            expected = "a folder without one"
-            raise UsageError(f"--out {out}", seen=f"a {FILE}", expected=expected, do="Name another folder.")
-    return out
-
-
-def _connect(base_url: str, model: str | None, api_key: str | None, env_file: Path | None) -> Server:
-    from qwen_nvfp4_serve.settings import load_settings
-    from qwen_nvfp4_serve.smoke import connect
-
-    if any(mark in base_url for mark in "@?#"):  # what such a URL may hide would stay in the result
-        expected = "a URL without user, password, ? and #"
-        raise UsageError("--base-url", seen="a URL with one of them", expected=expected, do="Give a key by --api-key.")
-    settings = load_settings(env_file or ENV_FILE, required=env_file is not None).settings
-    kept = settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None
-    key = kept if api_key is None else api_key
-    return connect(base_url or f"http://127.0.0.1:{settings.port}/v1", key, model)
-
-
-def _order(exam: Exam, server: Server, *, label: str, card: str | None, log: Path | None) -> Order:
-    from qwen_nvfp4_serve.bench.machine import is_remote
-    from qwen_nvfp4_serve.bench.server import describe_server
-    from qwen_nvfp4_serve.quality.runner import Order
-
-    return Order(
-        exam=exam,
-        server=describe_server(server, log=log, plan=None),
-        api_key=server.api_key,
-        label=label,
-        remote=is_remote(server.base_url),
-        card_name=card,
-    )
 
 
 def _ask(order: Order, folder: Path, at_least: float | None) -> None:

@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 
 from qwen_nvfp4_serve import __version__
 from qwen_nvfp4_serve.bench.client import Target, count_by_tokenize, count_by_usage, open_target
-from qwen_nvfp4_serve.bench.machine import describe_machine, query_cards
+from qwen_nvfp4_serve.bench.machine import query_cards
 from qwen_nvfp4_serve.bench.prompts import Prompt
-from qwen_nvfp4_serve.bench.result import ServerFacts
 from qwen_nvfp4_serve.bench.runner import Step
+from qwen_nvfp4_serve.bench.subject import Subject, machine_of
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.quality import client, plan
 from qwen_nvfp4_serve.quality.answer import Answer, Failure
@@ -33,14 +33,10 @@ INTERRUPTED = "it was interrupted"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """All that a run needs. remote: the server is not on this machine."""
+    """All that a run needs."""
 
     exam: Exam
-    server: ServerFacts
-    api_key: str | None
-    label: str
-    remote: bool
-    card_name: str | None = None
+    subject: Subject
 
 
 @dataclass(slots=True)
@@ -71,15 +67,15 @@ def run_quality(order: Order, observe: Callable[[Step], None]) -> Result:
         format=FORMAT,
         complete=notebook.stopped is None,
         stopped=notebook.stopped,
-        label=order.label,
+        label=order.subject.label,
         started=started.isoformat(timespec="seconds"),
         seconds=time.perf_counter() - began_s,
         project=__version__,
         exam=order.exam,
         asked=notebook.asked,
         notes=(*notebook.notes, *odd_thinking(outcomes)),
-        server=order.server,
-        machine=describe_machine(remote=order.remote, card_name=order.card_name, before=before, after=query_cards()),
+        server=order.subject.server,
+        machine=machine_of(order.subject, before),
         outcomes=outcomes,
     )
 
@@ -100,11 +96,12 @@ def odd_thinking(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
 
 
 async def _run(order: Order, notebook: Notebook, observe: Callable[[Step], None]) -> None:
-    exam, limit = order.exam, order.server.max_model_len
+    exam, server = order.exam, order.subject.server
+    limit = server.max_model_len
     async with open_target(
-        order.server.base_url,
-        order.api_key,
-        model=order.server.model,
+        server.base_url,
+        order.subject.api_key,
+        model=server.model,
         endpoint="chat",
         streams=exam.concurrency,
         temperature=0.0,
