@@ -9,6 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from qwen_nvfp4_serve.checkpoint import Report, inspect_folder
+
 BITS = {"U8": 8, "F8_E4M3": 8, "BF16": 16, "F32": 32, "I32": 32, "F16": 16}
 Shape = tuple[str, tuple[int, ...]]
 
@@ -70,3 +72,36 @@ def packed_modelopt(module: str, rows: int, columns: int) -> dict[str, Shape]:
 def plain(module: str, rows: int, columns: int) -> dict[str, Shape]:
     """The tensor of a BF16 matrix."""
     return {f"{module}.weight": ("BF16", (rows, columns))}
+
+
+GDN = f"{LAYER}.linear_attn"
+GDN_PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+GDN_ROWS = {"in_proj_qkv": 10240, "in_proj_z": 6144, "in_proj_b": 48, "in_proj_a": 48}
+
+
+def gdn_plain() -> dict[str, Shape]:
+    """The four input projections of a GDN layer in BF16."""
+    return {name: shape for part in GDN_PARTS for name, shape in plain(f"{GDN}.{part}", GDN_ROWS[part], 5120).items()}
+
+
+def inspect_tensors(
+    folder: Path, tensors: dict[str, Shape], *, values: dict[str, float] | None = None, **config: Any
+) -> Report:
+    """The report on a one-shard checkpoint of these tensors. speculative_tokens and vision are for the inspector."""
+    asked = {key: config.pop(key) for key in ("speculative_tokens", "vision") if key in config}
+    write_config(folder, **config)
+    write_shard(folder / "model.safetensors", tensors, values)
+    return inspect_folder(folder, **asked)
+
+
+def codes(faults: tuple[Any, ...]) -> list[str]:
+    return [fault.code for fault in faults]
+
+
+def compressed_tensors(**keys: Any) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": NVFP4_GROUP},
+        **keys,
+    }
