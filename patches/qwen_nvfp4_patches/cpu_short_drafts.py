@@ -88,8 +88,7 @@ def _needed() -> Need:
 
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
-    stock = gdn_attention._spec_forward
-    if "state_len - q_i" not in inspect.getsource(getattr(stock, seams.MARK, stock)):
+    if "state_len - q_i" not in inspect.getsource(seams.stock_of(gdn_attention._spec_forward)):
         return Need(False, "vLLM's CPU code no longer takes it that every step fills the buffer")
     return Need(True, "a structured output with MTP ends the engine, where a grammar refuses some of the drafts")
 

@@ -155,7 +155,7 @@ def stock_kernel(*, use_a16: bool) -> Any:
     choose = linear.init_nvfp4_linear_kernel
     try:
         possible[PlatformEnum.CUDA] = [kernel for kernel in ours_first if kernel.__name__ != KERNEL]
-        return getattr(choose, seams.MARK, choose)(use_a16=use_a16)
+        return seams.stock_of(choose)(use_a16=use_a16)
     finally:
         possible[PlatformEnum.CUDA] = ours_first
 

@@ -65,8 +65,7 @@ def creating(original: Any) -> Any:
 def _needed() -> Need:
     from vllm.v1.structured_output import StructuredOutputManager
 
-    stock = StructuredOutputManager.grammar_init
-    if "self.backend is None" not in inspect.getsource(getattr(stock, seams.MARK, stock)):
+    if "self.backend is None" not in inspect.getsource(seams.stock_of(StructuredOutputManager.grammar_init)):
         return Need(False, "vLLM keeps a backend for each kind of request")
     return Need(True, "vLLM compiles every grammar with the backend of the first")
 

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from qwen_nvfp4_patches import cpu_short_drafts as short  # noqa: E402
-from qwen_nvfp4_patches.seams import MARK  # noqa: E402
+from qwen_nvfp4_patches.seams import stock_of  # noqa: E402
 from qwen_nvfp4_serve import shims  # noqa: E402
 
 TAPS, DIM = 4, 6
@@ -39,6 +39,6 @@ def test_steps_of_any_length_convolve_as_one_sequence(drafts: int, seed: int) ->
 def test_what_the_patch_takes_for_granted_is_there() -> None:
     shims.install()
     gdn = pytest.importorskip("vllm.model_executor.layers.mamba.ops.cpu.gdn_attention")
-    stock = getattr(gdn._spec_forward, MARK, gdn._spec_forward)
+    stock = stock_of(gdn._spec_forward)
     assert tuple(inspect.signature(stock).parameters) == short.PARAMETERS
     assert short._needed().needed

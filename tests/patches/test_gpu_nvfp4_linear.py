@@ -78,7 +78,7 @@ def card(monkeypatch: pytest.MonkeyPatch, admitted: Table) -> Iterator[Any]:
     monkeypatch.setenv("VLLM_CACHE_ROOT", "/var/cache/vllm")
     monkeypatch.setenv(backend.VARIABLE, "hybrid")
     before = linear.init_nvfp4_linear_kernel
-    original = getattr(before, seams.MARK, before)
+    original = seams.stock_of(before)
     monkeypatch.setattr(linear, "init_nvfp4_linear_kernel", original)
     stock = next(kernel for kernel in linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CUDA] if kernel.__name__ == STOCK)
     monkeypatch.setitem(linear._POSSIBLE_NVFP4_KERNELS, PlatformEnum.CUDA, [stock])

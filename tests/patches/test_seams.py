@@ -46,6 +46,26 @@ def test_replace_function_twice_wraps_once(modules: Any) -> None:
     assert owner.select("a") == "a!"
 
 
+def doubled(function: Any) -> Any:
+    return lambda backend: function(backend) * 2
+
+
+@pytest.mark.parametrize("makers", [(louder, doubled), (doubled, louder)])
+def test_replace_function_by_two_puts_one_around_the_other_once_each(modules: Any, makers: Any) -> None:
+    owner, consumer, stranger = modules
+    for make in makers * 2:
+        seams.replace_function(owner, "select", make, parameters=("backend",))
+    assert owner.select("a") == consumer.select("a") == makers[1](makers[0](original))("a")
+    assert seams.stock_of(owner.select) is seams.stock_of(original) is stranger.select is original
+
+
+def test_replace_function_again_checks_the_parameters_of_vllms_own(modules: Any) -> None:
+    owner = modules[0]
+    seams.replace_function(owner, "select", lambda _: lambda *words: str(words), parameters=("backend",))
+    seams.replace_function(owner, "select", louder, parameters=("backend",))
+    assert owner.select("a") == "('a',)!"
+
+
 def test_replace_function_with_other_parameters_is_refused_untouched(modules: Any) -> None:
     owner = modules[0]
     with pytest.raises(UnsupportedHostError, match="seen backend, expected backend, layer"):

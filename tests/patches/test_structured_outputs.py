@@ -10,7 +10,7 @@ import pytest
 from tests.contracts.parser_driver import Driver
 
 from qwen_nvfp4_patches import structured_backends, structured_limits, structured_reasoning
-from qwen_nvfp4_patches.seams import MARK
+from qwen_nvfp4_patches.seams import stock_of
 from qwen_nvfp4_patches.structured_separator import AfterSeparator
 from qwen_nvfp4_serve import shims
 
@@ -25,8 +25,7 @@ def driver() -> Driver:
 
 
 def stock(owner: Any, name: str) -> Any:
-    function = getattr(owner, name)
-    return getattr(function, MARK, function)
+    return stock_of(getattr(owner, name))
 
 
 def bounds(driver: Driver, prompt: str, output: str, *, tag: str | None, patched: bool) -> tuple[int, int]:
