@@ -24,6 +24,7 @@ from qwen_nvfp4_patches import (
     structured_backends,
     structured_limits,
     structured_reasoning,
+    structured_separator,
     unreadable_requests,
 )
 from qwen_nvfp4_patches.patch import Check, Need, Outcome, Patch, Platform, State
@@ -49,6 +50,7 @@ PATCHES: tuple[Patch, ...] = (
     qwen3_parser.PATCH,
     structured_reasoning.PATCH,
     structured_backends.PATCH,
+    structured_separator.PATCH,
     structured_limits.PATCH,
     unreadable_requests.PATCH,
 )

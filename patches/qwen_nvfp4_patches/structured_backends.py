@@ -13,7 +13,6 @@ from typing import Any
 
 from qwen_nvfp4_patches import seams
 from qwen_nvfp4_patches.patch import Need, Patch
-from qwen_nvfp4_patches.structured_separator import after_separator
 
 REQUEST = ("self", "request")
 KEPT = "_qwen_nvfp4_backends"
@@ -49,15 +48,15 @@ def initialising(original: Any) -> Any:
 
 
 def creating(original: Any) -> Any:
-    """_create_grammar with the backend of the request, beginning where the family's answers begin."""
+    """_create_grammar with the backend of the request."""
 
     def _create_grammar(self: Any, request: Any) -> Any:
         backend = vars(self).get(KEPT, {}).get(_name(request))
         if backend is None:  # the first of its kind, just made
-            return after_separator(self, request, original(self, request))
+            return original(self, request)
         view = copy.copy(self)
         view.backend = backend
-        return after_separator(self, request, original(view, request))
+        return original(view, request)
 
     return _create_grammar
 
@@ -80,10 +79,10 @@ def _apply() -> None:
 PATCH = Patch(
     name="structured-backends",
     platform=None,
-    changes="StructuredOutputManager.grammar_init and _create_grammar keep one backend of each kind, compile with the "
-    "one that the request was checked with, and begin after the blank line that follows thinking",
+    changes="StructuredOutputManager.grammar_init and _create_grammar keep one backend of each kind, and compile with "
+    "the one that the request was checked with",
     why="after the first structured output, schemas that need another backend are enforced in part (multipleOf, "
-    "uniqueItems, allOf) or end as 500; an answer after thinking begins where the model never learned to, and is wrong",
+    "uniqueItems, allOf) or end as 500",
     upstream="https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/structured_output/__init__.py",
     remove_when="vLLM's engine keeps more than one structured output backend, and "
     "tests/e2e/test_structured.py passes with this patch taken out",

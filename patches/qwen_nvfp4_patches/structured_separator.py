@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from qwen_nvfp4_patches import seams
+from qwen_nvfp4_patches.patch import Need, Patch
+
 if TYPE_CHECKING:
     import torch
 
+PARAMETERS = ("self", "request")
 SEPARATOR = "\n\n"
 
 
@@ -88,3 +92,34 @@ def after_separator(manager: Any, request: Any, grammar: Any) -> Any:
         return grammar
     tokens = manager.tokenizer.encode(SEPARATOR, add_special_tokens=False)
     return AfterSeparator(grammar, tokens[0]) if len(tokens) == 1 else grammar
+
+
+def separating(original: Any) -> Any:
+    """_create_grammar whose grammar begins where the family's answers begin."""
+
+    def _create_grammar(self: Any, request: Any) -> Any:
+        return after_separator(self, request, original(self, request))
+
+    return _create_grammar
+
+
+def _needed() -> Need:
+    return Need(True, "vLLM's grammars begin right at `</think>`, where the family writes a blank line")
+
+
+def _apply() -> None:
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    seams.replace_function(StructuredOutputManager, "_create_grammar", separating, PARAMETERS)
+
+
+PATCH = Patch(
+    name="structured-separator",
+    platform=None,
+    changes="StructuredOutputManager._create_grammar lets a grammar begin with the blank line that follows thinking",
+    why="a regex, a choice or a number after thinking begins where the model never learned to begin, and is wrong",
+    upstream="https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/structured_output/__init__.py",
+    remove_when="tests/e2e/test_structured.py passes with this patch taken out",
+    needed=_needed,
+    apply=_apply,
+)

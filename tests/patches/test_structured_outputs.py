@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from tests.contracts.parser_driver import Driver
 
-from qwen_nvfp4_patches import structured_backends, structured_limits, structured_reasoning
+from qwen_nvfp4_patches import structured_backends, structured_limits, structured_reasoning, structured_separator
 from qwen_nvfp4_patches.seams import stock_of
-from qwen_nvfp4_patches.structured_separator import AfterSeparator
 from qwen_nvfp4_serve import shims
 
 JSON_TAG = json.dumps({"type": "structural_tag", "format": {"type": "const_string", "value": "<tool_call>"}})
@@ -91,8 +90,6 @@ def test_thinking_that_is_not_shown_is_not_constrained(driver: Driver, shown: bo
 class Manager:
     """What the patch takes for granted of vLLM's StructuredOutputManager, with backends that are their names."""
 
-    enable_in_reasoning = True
-
     def __init__(self) -> None:
         self.backend: str | None = None
         self.backend_name: str | None = None
@@ -128,78 +125,6 @@ def test_each_request_is_compiled_by_its_own_backend_whenever_its_thread_runs() 
     assert [create(manager, request) for request, _ in manager.waiting] == list(zip(names, requests, strict=True))
     assert manager.backend == "xgrammar"
     init(manager, SimpleNamespace(structured_output_request=None))
-
-
-class Digits:
-    """A grammar of the tokens in `allowed`, in that order."""
-
-    def __init__(self, *allowed: int) -> None:
-        self.allowed, self.read = allowed, 0
-
-    def accept_tokens(self, _: str, tokens: list[int]) -> bool:
-        fits = tuple(tokens) == self.allowed[self.read : self.read + len(tokens)]
-        self.read += len(tokens) * fits
-        return fits
-
-    def validate_tokens(self, tokens: list[int]) -> list[int]:
-        left = self.allowed[self.read :]
-        return [token for at, token in enumerate(tokens) if tuple(tokens[: at + 1]) == left[: at + 1]]
-
-    def rollback(self, num_tokens: int) -> None:
-        self.read -= num_tokens
-
-    def fill_bitmask(self, bitmask: Any, batch_index: int) -> None:
-        bitmask[batch_index].fill_(-1)
-
-    def is_terminated(self) -> bool:
-        return self.read == len(self.allowed)
-
-    def reset(self) -> None:
-        self.read = 0
-
-
-def test_grammar_after_the_separator_begins_with_it_and_with_nothing_else() -> None:
-    torch = pytest.importorskip("torch")
-    for separator in (5, 31, 32, 63):
-        grammar = AfterSeparator(Digits(7, 8), separator)
-        mask = torch.full((2, 2), -1, dtype=torch.int32)
-        grammar.fill_bitmask(mask, 1)
-        bits = [word >> bit & 1 for word in mask[1].tolist() for bit in range(32)]
-        assert [token for token, bit in enumerate(bits) if bit] == [separator]
-        assert mask[0].tolist() == [-1, -1]
-        assert grammar.validate_tokens([separator, 7, 9]) == [separator, 7]
-        assert grammar.accept_tokens("r", [separator])
-        assert not grammar.is_terminated()
-        grammar.fill_bitmask(mask, 0)
-        assert mask[0].tolist() == [-1, -1]
-        assert grammar.validate_tokens([separator]) == []
-        assert grammar.accept_tokens("r", [7, 8])
-        assert grammar.is_terminated()
-
-
-@pytest.mark.parametrize("taken", [[], [5], [5, 7], [5, 7, 8]])
-def test_grammar_after_the_separator_is_rolled_back_to_where_it_was(taken: list[int]) -> None:
-    inner = Digits(7, 8)
-    grammar = AfterSeparator(inner, 5)
-    assert all(grammar.accept_tokens("r", [token]) for token in taken)
-    rest = [5, 7, 8][len(taken) :]
-    assert grammar.accept_tokens("r", rest)
-    grammar.rollback(len(rest))
-    assert inner.read == max(len(taken) - 1, 0)
-    assert grammar.validate_tokens([5, 7, 8]) == ([5, 7, 8] if not taken else [])
-    assert grammar.accept_tokens("r", rest)
-    grammar.reset()
-    assert grammar.accept_tokens("r", [5, 7, 8])
-
-
-def test_grammar_after_the_separator_takes_a_call_that_ended_the_thinking() -> None:
-    inner = Digits(7, 8)
-    grammar = AfterSeparator(inner, 5)
-    assert grammar.accept_tokens("r", [7])
-    assert grammar.validate_tokens([8]) == [8]
-    grammar.rollback(1)
-    assert inner.read == 0
-    assert grammar.validate_tokens([5, 7]) == [5, 7]
 
 
 def asked(**fields: Any) -> Any:
@@ -260,8 +185,9 @@ def test_what_the_patches_take_for_granted_is_there(driver: Driver) -> None:
         (StructuredOutputManager, "_get_reasoner", structured_reasoning.GET_REASONER),
         (StructuredOutputManager, "grammar_init", structured_backends.REQUEST),
         (StructuredOutputManager, "_create_grammar", structured_backends.REQUEST),
+        (StructuredOutputManager, "_create_grammar", structured_separator.PARAMETERS),
         (SamplingParams, "_validate_structured_outputs", structured_limits.PARAMETERS),
     ):
         assert tuple(inspect.signature(stock(owner, name)).parameters) == parameters
-    for patch in (structured_reasoning, structured_backends, structured_limits):
+    for patch in (structured_reasoning, structured_backends, structured_separator, structured_limits):
         assert patch._needed().needed
