@@ -23,11 +23,13 @@ class VersionWindow:
     reason: str
 
     def holds(self, version: str) -> bool:
-        """True when `version` is inside; a local part such as `+cpu` and pre-releases count as their release.
+        """True when `version` is inside. A local part such as `+cpu` counts for nothing.
+
+        As PEP 440 says, a pre-release of the lower bound or of the upper one is outside, one in between is inside.
 
         Raises packaging.version.InvalidVersion when `version` is no version at all.
         """
-        return Version(Version(version).base_version) in SpecifierSet(self.specifier)
+        return SpecifierSet(self.specifier).contains(Version(version), prereleases=True)
 
 
 # Below 0.33 vLLM has published advisories that are open there, so this window is for CPU runs on loopback only.
