@@ -111,6 +111,16 @@ def test_smoke_nothing_listens_is_one_line_and_1(tmp_path: Path) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_ready_names_the_port_that_it_looked_at_or_the_server_that_it_found(tmp_path: Path) -> None:
+    none = run("ready", cwd=tmp_path, PORT="8123", TMPDIR=str(tmp_path))
+    assert (none.returncode, none.stdout) == (1, "not ready on port 8123: no server runs\n"), none.stderr
+    state = {"pid": os.getpid(), "stage": "load", "message": "weights", "since": 0, "model": "m"}
+    file = tmp_path / f"qwen-nvfp4-{os.getuid()}-8123.json"
+    file.write_text(json.dumps(state | {"url": "http://127.0.0.1:8123/v1"}))
+    some = run("ready", cwd=tmp_path, PORT="8123", TMPDIR=str(tmp_path))
+    assert (some.returncode, some.stdout) == (1, "not ready at http://127.0.0.1:8123/v1: load: weights\n"), some.stderr
+
+
 def test_version_and_models_print(tmp_path: Path) -> None:
     assert run("--version", cwd=tmp_path).stdout.strip()
     assert "qwen3.5-35b-a3b" in run("models", cwd=tmp_path, COLUMNS="200").stdout

@@ -116,7 +116,7 @@ def read_state(path: Path) -> State | None:
 def check_ready(state: State | None, api_key: str | None) -> Verdict:
     """Ready only when the server got READY, is not stopping, and completes a token now or is at work on others."""
     if state is None:
-        return Verdict(False, "no server runs here")
+        return Verdict(False, "no server runs")
     if not psutil.pid_exists(state.pid):
         return Verdict(False, "the server has ended")
     if state.stage != "READY":

@@ -29,5 +29,6 @@ def ready(
     port = None if in_container() else load_settings(env_file).settings.port
     state = read_state(state_path(port))
     verdict = check_ready(state, serving_key(state))
-    typer.echo(f"{'ready' if verdict.ready else 'not ready'}: {verdict.reason}")
+    where = f"at {state.url}" if state else "in this container" if port is None else f"on port {port}"
+    typer.echo(f"{'ready' if verdict.ready else 'not ready'} {where}: {verdict.reason}")
     raise typer.Exit(0 if verdict.ready else 1)

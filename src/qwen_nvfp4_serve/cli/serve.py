@@ -43,7 +43,7 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
-        report("preflight", "checking settings, vLLM, plugin and port")
+        report("preflight", f"checking settings, vLLM, plugin and port {loaded.settings.port}")
         code = serving.run(serving.prepare(loaded, report), report)
     except StopRequest:
         report("stopped", "before the server was started")
