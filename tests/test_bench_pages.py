@@ -14,7 +14,7 @@ import pytest
 from tests.bench_results import made_result
 from tests.bench_stand_in import Script, scripted
 
-from qwen_nvfp4_serve.bench.charts import draw_charts
+from qwen_nvfp4_serve.bench.charts import draw_charts, footer_of
 from qwen_nvfp4_serve.bench.compare import compare, comparison_markdown, differences, draw_comparison
 from qwen_nvfp4_serve.bench.landscape import landscape_markdown
 from qwen_nvfp4_serve.bench.published import find_published
@@ -47,6 +47,31 @@ def test_markdown_names_card_failures_and_every_row() -> None:
     assert "| NVIDIA H200 | driver 580.1, SM 1980 of 1980 MHz" in page
     assert "| start to READY | 61 s |" in page
     assert "`Using MarlinLinearKernel for NVFP4 GEMM`" in page
+
+
+@pytest.mark.parametrize("concurrencies", [(1,), (1, 4)])
+def test_compare_one_run_gives_no_verdict(concurrencies: tuple[int, ...]) -> None:
+    found = compare(*(made_result(rate, runs=1, concurrencies=concurrencies) for rate in (100.0, 200.0)))
+    assert {(row.verdict, row.ratio_std) for row in found} == {("one run", None)}
+
+
+def test_markdown_and_comparison_of_one_run_show_no_spread() -> None:
+    one, other = made_result(runs=1, concurrencies=(1,)), made_result(200.0, runs=1, concurrencies=(1,))
+    page = markdown(one)
+    assert "±" not in page
+    assert "One run. Measured on: **NVIDIA H200**." in page
+    assert footer_of(one).endswith("· one run")
+    assert footer_of(made_result(runs=1)).endswith("· one run, ± between its requests")
+    assert "±" not in comparison_markdown(one, other, compare(one, other))
+    assert "median of 3 runs ± standard deviation" in footer_of(made_result())
+
+
+def test_markdown_names_the_processor_where_there_is_no_card() -> None:
+    machine = dataclasses.replace(made_result().machine, card_name=None, cards_before=None, cards_after=None)
+    page = markdown(made_result(machine=machine))
+    assert f"| card | no card ({machine.cpu or 'unknown CPU'}) |" in page
+    remote = dataclasses.replace(machine, remote=True)
+    assert "| card | an unnamed card |" in markdown(made_result(machine=remote))
 
 
 def test_markdown_published_rows_stand_beside_ours_with_their_card() -> None:

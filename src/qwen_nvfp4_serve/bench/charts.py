@@ -20,6 +20,7 @@ from qwen_nvfp4_serve.bench.drawing import (
 from qwen_nvfp4_serve.bench.published import Figure as PublishedFigure
 from qwen_nvfp4_serve.bench.published import Published
 from qwen_nvfp4_serve.bench.result import CaseResult, Result
+from qwen_nvfp4_serve.bench.rows import spread_words
 from qwen_nvfp4_serve.bench.series import axis_values, lines, requests
 from qwen_nvfp4_serve.bench.statistics import Spread, good_samples, tpot_ms, ttft_ms
 
@@ -61,8 +62,8 @@ def footer_of(result: Result) -> str:
     failures = sum(result.failure_counts().values())
     failed = f" · failed and left out: {failures} of {sum(case.requests for case in result.cases)}" if failures else ""
     vllm = f"vLLM {result.server.vllm}" if result.server.vllm else "server version unknown"
-    runs = f"median of {result.workload.runs} runs, bars are ±1 standard deviation"
-    return f"{vllm} · qwen-nvfp4 {result.project} · {result.started[:10]} · {runs}{failed}"
+    spread = spread_words(result.workload)
+    return f"{vllm} · qwen-nvfp4 {result.project} · {result.started[:10]} · {spread}{failed}"
 
 
 def _depth(result: Result, folder: Path) -> Path:

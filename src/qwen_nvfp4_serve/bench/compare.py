@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from qwen_nvfp4_serve.bench.drawing import COLOURS, FAULT, OTHERS, draw_pairs, new_figure, save
 from qwen_nvfp4_serve.bench.result import Result
-from qwen_nvfp4_serve.bench.rows import cell, number
+from qwen_nvfp4_serve.bench.rows import cell, number, spread_words
 from qwen_nvfp4_serve.bench.statistics import Metrics, Spread
 from qwen_nvfp4_serve.bench.workload import Case
 from qwen_nvfp4_serve.errors import UsageError
@@ -18,8 +18,8 @@ from qwen_nvfp4_serve.errors import UsageError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Verdict = Literal["better", "worse", "noise"]
-VERDICT_COLOURS: dict[Verdict, str] = {"better": COLOURS[2], "worse": FAULT, "noise": OTHERS}
+Verdict = Literal["better", "worse", "noise", "one run"]
+VERDICT_COLOURS: dict[Verdict, str] = {"better": COLOURS[2], "worse": FAULT, "noise": OTHERS, "one run": OTHERS}
 NOISE = 2.0  # a ratio nearer to 1 than this many standard deviations is called noise
 
 
@@ -42,7 +42,8 @@ FIGURES: tuple[Figure, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One figure of both. ratio: second median over first. ratio_std: from both standard deviations, as if independent.
+    """One figure of both. ratio: second median over first. ratio_std: from both standard deviations, as if independent;
+    None where either is of one run, which no verdict can be based on.
 
     verdict: for the second.
     """
@@ -52,8 +53,13 @@ class Comparison:
     first: Spread
     second: Spread
     ratio: float
-    ratio_std: float
+    ratio_std: float | None
     verdict: Verdict
+
+    @property
+    def ratio_words(self) -> str:
+        """`1.300 ± 0.015`, or the ratio alone."""
+        return f"{self.ratio:.3f}" + ("" if self.ratio_std is None else f" ± {self.ratio_std:.3f}")
 
 
 def check_comparable(first: Result, second: Result) -> None:
@@ -84,7 +90,7 @@ def compare(first: Result, second: Result) -> tuple[Comparison, ...]:
         for case in first.cases:
             ours, theirs = figure.pick(case.metrics), figure.pick(others[case.case]) if case.case in others else None
             if ours is not None and theirs is not None and ours.median > 0:
-                found.append(_compare(figure, _name(figure, case.case, first), ours, theirs))
+                found.append(_compare(figure, _name(figure, case.case, first), ours, theirs, runs=first.workload.runs))
     return tuple(found)
 
 
@@ -113,9 +119,11 @@ def comparison_markdown(first: Result, second: Result, found: tuple[Comparison, 
         lines.append(f"- {name} differs: {here} and {there}")
     lines += ["", f"| test | {first.label} | {second.label} | ratio | |", "|:--|--:|--:|--:|:--|"]
     for one in found:
-        ratio = f"{one.ratio:.3f} ± {one.ratio_std:.3f}"
-        lines.append(f"| {one.name} | {cell(one.first)} | {cell(one.second)} | {ratio} | {one.verdict} |")
-    lines += ["", f"Median ± standard deviation; a ratio within {NOISE:g} standard deviations of 1 is noise.", ""]
+        lines.append(f"| {one.name} | {cell(one.first)} | {cell(one.second)} | {one.ratio_words} | {one.verdict} |")
+    note = f"Median ± standard deviation; a ratio within {NOISE:g} standard deviations of 1 is noise."
+    if any(one.ratio_std is None for one in found):
+        note = "Where a figure is of one run nothing tells a difference from noise: measure with more --runs."
+    lines += ["", note, ""]
     return "\n".join(lines) + "\n![comparison](compare.png)\n"
 
 
@@ -124,7 +132,7 @@ def draw_comparison(first: Result, second: Result, found: tuple[Comparison, ...]
     prefill = [one for one in found if one.figure == "prefill"]
     decode = [one for one in found if one.figure == "decode"]
     models = f"{first.label}: {first.server.model}, {first.card} · {second.label}: {second.server.model}, {second.card}"
-    footer = f"{models} · median of {first.workload.runs} runs, bars are ±1 standard deviation"
+    footer = f"{models} · {spread_words(first.workload)}"
     height = 2.0 + max(0.62 * max(len(prefill), len(decode)), 0.36 * len(found), 1.4)
     title = f"{second.label} against {first.label}"
     figure, (left, middle, right) = new_figure(title, footer, columns=3, height=height)
@@ -148,7 +156,7 @@ def _draw_ratios(axes: Axes, found: tuple[Comparison, ...]) -> None:
     axes.set_yticks(range(len(found)), labels=[one.name for one in found], fontsize=8.5)
     axes.set_ylim(len(found) - 0.5, -0.8)
     axes.grid(visible=True, axis="x")
-    axes.set_xlabel("green: better, red: worse, grey: within noise")
+    axes.set_xlabel("green: better, red: worse, grey: noise, or one run")
 
 
 def _name(figure: Figure, case: Case, result: Result) -> str:
@@ -158,12 +166,12 @@ def _name(figure: Figure, case: Case, result: Result) -> str:
     return f"{case.whole} {figure.kind} {'ms' if figure.kind == 'ttft' else 't/s'}"
 
 
-def _compare(figure: Figure, name: str, first: Spread, second: Spread) -> Comparison:
+def _compare(figure: Figure, name: str, first: Spread, second: Spread, *, runs: int) -> Comparison:
     ratio = second.median / first.median
-    relative = math.hypot(first.std / first.median, second.std / second.median if second.median else 0.0)
-    std = ratio * relative
-    verdict: Verdict = "noise"
-    if ratio != 1.0 and abs(ratio - 1.0) > NOISE * std:
+    least = min(runs, len(first.values), len(second.values))
+    std = None if least == 1 else ratio * math.hypot(_relative(first), _relative(second))
+    verdict: Verdict = "one run" if std is None else "noise"
+    if std is not None and ratio != 1.0 and abs(ratio - 1.0) > NOISE * std:
         verdict = "better" if (ratio > 1.0) is figure.higher_is_better else "worse"
     return Comparison(
         figure=figure.kind,
@@ -174,6 +182,10 @@ def _compare(figure: Figure, name: str, first: Spread, second: Spread) -> Compar
         ratio_std=std,
         verdict=verdict,
     )
+
+
+def _relative(value: Spread) -> float:
+    return value.std / value.median if value.median else 0.0
 
 
 def _driver(result: Result) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qwen_nvfp4_serve.bench.published import Published
 from qwen_nvfp4_serve.bench.result import Result
-from qwen_nvfp4_serve.bench.rows import HEADERS, cell, settings_rows, table_rows
+from qwen_nvfp4_serve.bench.rows import HEADERS, cell, settings_rows, spread_words, table_rows
 
 
 def markdown(result: Result, charts: Sequence[Path] = (), against: Sequence[Published] = ()) -> str:
@@ -17,7 +17,8 @@ def markdown(result: Result, charts: Sequence[Path] = (), against: Sequence[Publ
     parts.append(
         markdown_table(HEADERS, [(row.test, *row.cells) for row in table_rows(result)], right=len(HEADERS) - 1)
     )
-    parts.append(f"Median ± standard deviation. Measured on: **{result.card}**.\n")
+    spread = spread_words(result.workload)
+    parts.append(f"{spread[0].upper()}{spread[1:]}. Measured on: **{result.card}**.\n")
     parts += [_failures(result), _goodput(result), _published(result, against)]
     parts += [f"![{chart.stem}]({chart.name})\n" for chart in charts]
     parts += ["## Settings\n", markdown_table(("setting", "value"), settings_rows(result))]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from qwen_nvfp4_serve.bench.result import CaseResult, Result
 from qwen_nvfp4_serve.bench.statistics import Spread
+from qwen_nvfp4_serve.bench.workload import Workload
 
 HEADERS = (
     "test",
@@ -48,11 +49,19 @@ def _case_rows(case: CaseResult) -> tuple[Row, Row]:
 
 
 def cell(value: Spread | None) -> str:
-    """`median ± standard deviation`, both with the digits of the median; empty for None."""
+    """`median ± standard deviation`, both with the digits of the median; one value alone has none. Empty for None."""
     if value is None:
         return ""
-    digits = _digits(value.median)
-    return f"{value.median:,.{digits}f} ± {value.std:,.{digits}f}"
+    if len(value.values) == 1:
+        return number(value.median)
+    return f"{number(value.median)} ± {value.std:,.{_digits(value.median)}f}"
+
+
+def spread_words(workload: Workload) -> str:
+    """What the figures of a page or a chart are."""
+    if workload.runs > 1:
+        return f"median of {workload.runs} runs ± standard deviation"
+    return "one run" + (", ± between its requests" if max(workload.concurrencies) > 1 else "")
 
 
 def number(value: float) -> str:
@@ -69,7 +78,7 @@ def settings_rows(result: Result) -> tuple[tuple[str, str], ...]:
     machine, server, workload = result.machine, result.server, result.workload
     rows: list[tuple[str, str | None]] = [
         ("model", server.model),
-        ("card", machine.card_name),
+        ("card", machine.title),
         ("vLLM", server.vllm),
         ("measured", f"{result.started}, {result.seconds:.0f} s, qwen-nvfp4 {result.project}"),
         ("server", f"{server.base_url}{' (another machine)' if machine.remote else ''}"),

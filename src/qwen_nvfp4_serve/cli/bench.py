@@ -139,8 +139,7 @@ def compare(
         console.print(f"{name} differs: {here} and {there}", markup=False)
     table = Table("test", *(escape(printable(run.label)) for run in (one, other)), "ratio", "")
     for row in found:
-        ratio = f"{row.ratio:.3f} ± {row.ratio_std:.3f}"
-        table.add_row(row.name, cell(row.first), cell(row.second), ratio, row.verdict)
+        table.add_row(row.name, cell(row.first), cell(row.second), row.ratio_words, row.verdict)
     console.print(table)
     if out is not None:
         with writing(out):
