@@ -33,6 +33,7 @@ class Script:
     max_model_len: int | None = 8192
     models: tuple[str, ...] = ("m",)
     models_status: int = 200
+    root: str | None = None
     has_tokenize: bool = True
     knows_logprobs: bool = True
     knows_thinking: bool = True
@@ -130,7 +131,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._json(404, {})
         if script.models_status != 200:
             return self._json(script.models_status, {"error": {"message": "no"}})
-        rows = [{"id": name, "max_model_len": script.max_model_len} for name in script.models]
+        facts = {"max_model_len": script.max_model_len, "root": script.root}
+        rows = [{"id": name, **facts} for name in script.models]
         return self._json(200, {"data": rows})
 
     def do_POST(self) -> None:

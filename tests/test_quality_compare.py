@@ -243,6 +243,15 @@ def test_rows_and_grid_count_by_place() -> None:
     assert headline(result) == "3 of 4 right (75.0 %): needle 2/3, arithmetic 1/1."
 
 
+def test_page_shows_of_the_cache_what_a_reader_can_use_and_names_the_processor_without_a_card() -> None:
+    first, _ = pair_of("b1n")
+    cache = {"cache_dtype": "fp8", "block_size": "384", "_block_size_resolved": "True", "cpu_kvcache_space_bytes": "1"}
+    machine = replace(MACHINE, card_name=None)
+    page = quality_markdown(replace(first, server=replace(SERVER, cache=cache), machine=machine))
+    assert "| cache | cache_dtype fp8, block_size 384 |" in page
+    assert "| card | no card (c) |" in page
+
+
 def test_page_of_an_interrupted_run_says_so_and_escapes(tmp_path: Path) -> None:
     first, _ = pair_of("b1n")
     result = replace(first, complete=False, stopped="it was interrupted", notes=("a note",))

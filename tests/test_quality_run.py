@@ -13,7 +13,7 @@ from tests.quality_stand_in import Json, Script, message_of
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.quality import client
 from qwen_nvfp4_serve.quality.result import Outcome
-from qwen_nvfp4_serve.quality.runner import NO_LOGPROBS
+from qwen_nvfp4_serve.quality.runner import NO_LOGPROBS, SMALL_MODEL
 
 
 def test_run_right_endpoint_scores_everything() -> None:
@@ -29,6 +29,11 @@ def test_run_right_endpoint_scores_everything() -> None:
     assert all(("tools" in body) == ("tool_choice" in body) for body in questions)
     assert {body["chat_template_kwargs"]["enable_thinking"] for body in questions} == {True, False}
     assert all(body.get("logprobs") is True for body in questions if "story" in str(body["messages"]))
+
+
+def test_run_of_a_model_of_ours_says_that_a_low_score_is_normal() -> None:
+    assert SMALL_MODEL in ask(Script(exam=SUMS, root="/elsewhere/reference/moe"), SUMS).notes
+    assert SMALL_MODEL not in ask(Script(exam=SUMS, root="/elsewhere/moe"), SUMS).notes
 
 
 def test_run_outcomes_keep_what_was_asked_and_said() -> None:

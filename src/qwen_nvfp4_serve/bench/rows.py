@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qwen_nvfp4_serve.bench.result import CaseResult, Result
@@ -19,6 +20,7 @@ HEADERS = (
     "e2e_ttft (ms)",
     "failed",
 )
+CACHE_LABELS = ("cache_dtype", "block_size", "num_gpu_blocks", "enable_prefix_caching")
 LARGE, SMALL = 1000.0, 10.0
 
 
@@ -96,11 +98,15 @@ def settings_rows(result: Result) -> tuple[tuple[str, str], ...]:
     if server.ready_s is not None:
         rows.append(("start to READY", f"{server.ready_s:.0f} s"))
     if server.cache:
-        wanted = ("cache_dtype", "block_size", "num_gpu_blocks", "enable_prefix_caching")
-        rows.append(("cache", ", ".join(f"{name} {server.cache[name]}" for name in wanted if name in server.cache)))
+        rows.append(("cache", cache_words(server.cache)))
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
     rows.append(("packages", packages or None))
     return tuple((name, value if value is not None else "unknown") for name, value in rows)
+
+
+def cache_words(cache: Mapping[str, str]) -> str:
+    """What a reader can use of vLLM's cache_config_info, whose other labels are its own business."""
+    return ", ".join(f"{name} {cache[name]}" for name in CACHE_LABELS if name in cache)
 
 
 def _requests(result: Result) -> str:

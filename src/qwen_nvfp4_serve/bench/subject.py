@@ -13,13 +13,17 @@ from qwen_nvfp4_serve.smoke import Server
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """label: the run's name. remote: the server is not on this machine; card_name is then what the user said."""
+    """label: the run's name. remote: the server is not on this machine; card_name is then what the user said.
+
+    reference: the model is one that comes with this package, small and trained on few phrasings.
+    """
 
     server: ServerFacts
     api_key: str | None
     label: str
     remote: bool
     card_name: str | None = None
+    reference: bool = False
 
 
 def subject_of(
@@ -35,6 +39,7 @@ def subject_of(
         label=label,
         remote=is_remote(server.base_url),
         card_name=card,
+        reference=bool(server.known),
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from qwen_nvfp4_serve.bench.report import markdown_table, one_cell
+from qwen_nvfp4_serve.bench.rows import cache_words
 from qwen_nvfp4_serve.errors import printable
 from qwen_nvfp4_serve.quality.result import Outcome, Result
 from qwen_nvfp4_serve.quality.summary import HEADERS, needle_grid, rows, tally
@@ -47,9 +48,9 @@ def settings_rows(result: Result) -> list[tuple[str, str]]:
         ("server", server.base_url),
         ("vLLM", server.vllm),
         ("context (tokens)", server.max_model_len),
-        ("cache", ", ".join(f"{name} {value}" for name, value in (server.cache or {}).items()) or None),
+        ("cache", cache_words(server.cache or {}) or None),
         ("kernels", "; ".join(server.kernels or ()) or None),
-        ("card", machine.card_name),
+        ("card", machine.title),
         ("host", machine.cpu),
         ("started", result.started),
         ("seconds", f"{result.seconds:.0f}"),

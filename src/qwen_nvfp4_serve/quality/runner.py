@@ -28,6 +28,10 @@ REFUSED = (400, 422)  # a request that the server understands but does not take
 NO_LOGPROBS = (
     "the server refuses logprobs: single tokens were not looked at, and runs and loops were looked for in words"
 )
+SMALL_MODEL = (
+    "the model is a small one that comes with this package and is right only in phrasings that it learned: most of "
+    "these it did not, so a low score says nothing against the server (docs/quality.md)"
+)
 INTERRUPTED = "it was interrupted"
 
 
@@ -73,7 +77,7 @@ def run_quality(order: Order, observe: Callable[[Step], None]) -> Result:
         project=__version__,
         exam=order.exam,
         asked=notebook.asked,
-        notes=(*notebook.notes, *odd_thinking(outcomes)),
+        notes=(*notebook.notes, *odd_thinking(outcomes), *((SMALL_MODEL,) if order.subject.reference else ())),
         server=order.subject.server,
         machine=machine_of(order.subject, before),
         outcomes=outcomes,
