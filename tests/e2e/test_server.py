@@ -78,6 +78,15 @@ def test_readme_examples_answer_as_written(server: Served) -> None:
     assert done.stdout.split() == ["Paris"]
 
 
+def test_agents_example_calls_its_tool_and_answers_as_written(server: Served) -> None:
+    page = (ROOT / "docs" / "agents.md").read_text()
+    program = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)[0].replace(":8000", f":{server.port}")
+    program = program.replace("price = prices", "print(wanted); price = prices")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["{'item': 'lamp', 'city': 'oslo'}", "the result is 47."]
+
+
 def test_server_ready_line_is_a_curl_that_answers(server: Served) -> None:
     line = next(line for line in server.log.splitlines() if line.strip().startswith("curl "))
     answer = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout
