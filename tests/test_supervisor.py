@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -76,13 +77,14 @@ from qwen_nvfp4_serve.supervisor import Supervisor
 code, ready = sys.argv[1], sys.argv[2] == "ready"
 made = Supervisor(argv=(sys.executable, "-c", code), environment=dict(os.environ), probe=lambda: ready,
     report=lambda stage, message: print(stage, message, flush=True), ready_message="here",
-    start_timeout_s=60.0, shutdown_timeout_s=float(sys.argv[3]))
+    start_timeout_s=60.0, shutdown_timeout_s=float(sys.argv[3]), scratch=sys.argv[4])
 sys.exit(made.run())
 """
 
 
-def start(code: str, *, ready: bool = True, shutdown_s: float = 0.5) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-c", DRIVER, textwrap.dedent(code), "ready" if ready else "not", str(shutdown_s)]
+def start(code: str, *, ready: bool = True, shutdown_s: float = 0.5, scratch: Path | str = "") -> subprocess.Popen[str]:
+    words = ["ready" if ready else "not", str(shutdown_s), str(scratch)]
+    arguments = [sys.executable, "-c", DRIVER, textwrap.dedent(code), *words]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -160,6 +162,20 @@ def test_run_supervisor_killed_outright_takes_the_whole_tree_along_within_5_s() 
     driver.wait()
     _, alive = psutil.wait_procs(below, timeout=5)
     assert not alive
+
+
+def test_run_supervisor_killed_outright_takes_its_scratch_folder_along(tmp_path: Path) -> None:
+    scratch = tmp_path / "with space"
+    scratch.mkdir()
+    (scratch / "vllm_dist_1").write_text("x")
+    driver = start(STUBBORN, scratch=scratch)
+    wait_for(driver, "READY")
+    below = grown_family(driver, 2)
+    driver.kill()
+    driver.wait()
+    _, alive = psutil.wait_procs(below, timeout=5)
+    assert not alive
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_run_end_is_reported_after_everything_that_the_child_said() -> None:

@@ -21,6 +21,7 @@ from qwen_nvfp4_patches import (
     gpu_nvfp4_moe_block,
     quick_exit,
     qwen3_parser,
+    rendezvous_file,
     structured_backends,
     structured_limits,
     structured_reasoning,
@@ -53,6 +54,7 @@ PATCHES: tuple[Patch, ...] = (
     structured_separator.PATCH,
     structured_limits.PATCH,
     unreadable_requests.PATCH,
+    rendezvous_file.PATCH,
 )
 
 

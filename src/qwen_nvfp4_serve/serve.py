@@ -228,7 +228,9 @@ def child_environment(launch: Launch, environ: Mapping[str, str] | None = None) 
 
 
 def meeting_in(folder: str) -> dict[str, str]:
-    """Puts the sockets of vLLM's processes, which they leave behind, into `folder`; unless it is too deep for one."""
+    """Puts the sockets of vLLM's processes and (by a patch of ours) the file through which they find each other, all of
+    which they leave behind, into `folder`; unless it is too deep for a socket.
+    """
     deepest = len(os.fsencode(folder)) + 1 + SOCKET_NAME_BYTES
     return {"VLLM_RPC_BASE_PATH": folder} if deepest <= SOCKET_ADDRESS_BYTES else {}
 
@@ -254,6 +256,7 @@ def _run(prepared: Prepared, report: Report, sockets: str) -> int:
     supervisor = Supervisor(
         argv=launch.argv,
         environment=meeting_in(sockets) | child_environment(launch),
+        scratch=sockets,
         probe=_probe(prepared, url),
         pulse=pulse(url, launch.model_id, secret_key(settings)) if settings.hang_timeout_s else None,
         hang_timeout_s=settings.hang_timeout_s,

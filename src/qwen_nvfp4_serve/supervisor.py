@@ -40,7 +40,7 @@ REAP_S = 5.0
 READ_S = 2.0
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 # Reads until its standard input ends, which this process holds open: so it outlives us, however we end, and no longer.
-GUARD = 'trap "" HUP INT TERM; read -r _; kill -s KILL -- "-$1"'
+GUARD = 'trap "" HUP INT TERM; read -r _; kill -s KILL -- "-$1"; test -z "$2" || rm -rf -- "$2"'
 
 # vLLM's own log lines that begin a stage (v1/worker/*, v1/engine/core.py of 0.32 and 0.33).
 STAGE_LINES: tuple[tuple[re.Pattern[str], Stage, str], ...] = (
@@ -63,7 +63,7 @@ class Supervisor:
     probe: True once the server answered a real request (it may block for seconds); raises QwenNvfp4Error when the
     answer shows that the server must not be used. pulse: True while the READY server works, or nothing can be said (it
     may block for seconds); without it for hang_timeout_s the child is ended. drain_signal: what makes the child finish
-    its requests and end.
+    its requests and end. scratch: a folder of the child's, removed should this process be killed outright.
     """
 
     argv: tuple[str, ...]
@@ -76,6 +76,7 @@ class Supervisor:
     pulse: Callable[[], bool] | None = None
     hang_timeout_s: float = math.inf
     drain_signal: signal.Signals = signal.SIGTERM
+    scratch: str = ""
     on_ready: Callable[[tuple[str, ...]], None] | None = None
     _signals: list[int] = field(default_factory=list)
     _seen_stages: set[Stage] = field(default_factory=set)
@@ -105,7 +106,7 @@ class Supervisor:
             start_new_session=True,
             preexec_fn=_prepare_child,  # noqa: PLW1509 - no thread of ours runs yet
         )
-        guard = _guard(child.pid)
+        guard = _guard(child.pid, self.scratch)
         reader = threading.Thread(target=self._read, args=(child,), daemon=True)
         reader.start()
         threading.Thread(target=self._await_ready, args=(child, began), daemon=True).start()
@@ -271,10 +272,12 @@ def _reap() -> None:
         return
 
 
-def _guard(group: int) -> subprocess.Popen[bytes]:
-    """A shell that kills process group `group` once this process is gone, even by SIGKILL; `end_all` ends it too."""
+def _guard(group: int, scratch: str) -> subprocess.Popen[bytes]:
+    """A shell that kills process group `group` and removes the folder `scratch`, if any, once this process is gone,
+    even by SIGKILL; `end_all` ends it too.
+    """
     return subprocess.Popen(
-        ["/bin/sh", "-c", GUARD, "sh", str(group)],
+        ["/bin/sh", "-c", GUARD, "sh", str(group), scratch],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qwen_nvfp4_patches import cpu_mtp_state, gpu_nvfp4_moe, registry
+from qwen_nvfp4_patches import cpu_mtp_state, gpu_nvfp4_moe, registry, rendezvous_file, seams
 from qwen_nvfp4_serve.versions import check_vllm
 
 pytestmark = pytest.mark.usefixtures("any_vllm")
@@ -24,8 +24,7 @@ def parameters(function: Any) -> tuple[str, ...]:
 
 def untouched(module: str, name: str) -> Any:
     """vLLM's own function, also where a patch has replaced it in this process."""
-    function = getattr(importlib.import_module(module), name)
-    return getattr(function, "_qwen_nvfp4_original", function)
+    return seams.stock_of(getattr(importlib.import_module(module), name))
 
 
 def test_installed_vllm_is_inside_its_window() -> None:
@@ -51,6 +50,7 @@ def test_installed_vllm_is_inside_its_window() -> None:
             "requantize_with_max_scale",
             ("weight", "weight_scale", "logical_widths"),
         ),
+        ("vllm.utils.network_utils", rendezvous_file.NAME, rendezvous_file.PARAMETERS),
         ("vllm.triton_utils.dispatcher", "register_kernels", ("overrides",)),
     ],
 )

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -153,6 +154,22 @@ def test_sigterm_with_a_stream_open_leaves_no_process_no_port_and_no_socket(tmp_
     assert "key-1" not in served.log
     reader.join(timeout=10)
     assert not reader.is_alive()
+
+
+def test_server_killed_outright_leaves_neither_sockets_nor_files_behind(tmp_path: Path) -> None:
+    def left() -> list[Path]:
+        ours = ("vllm_dist_", "qwen-nvfp4-")  # torch's own folder is a cache, which stays
+        found = Path(temporary).rglob("*")
+        return [path for path in found if path.is_socket() or (path.name.startswith(ours) and path.suffix != ".json")]
+
+    with tempfile.TemporaryDirectory() as temporary, serve(tmp_path, TMPDIR=temporary) as served:
+        assert any(path.is_socket() for path in left())
+        assert any(path.name.startswith("vllm_dist_") for path in left())
+        served.process.kill()
+        deadline = time.monotonic() + 10
+        while left() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left() == []
 
 
 def test_second_start_loads_what_the_first_one_compiled(tmp_path: Path) -> None:
