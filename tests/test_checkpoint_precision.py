@@ -144,6 +144,13 @@ def test_visual_fault_becomes_an_error_when_vision_is_used(tmp_path: Path) -> No
     assert codes(used.errors) == ["ignored-but-packed"]
 
 
+@pytest.mark.parametrize(("asked", "errors"), [(False, []), (True, ["no-vision"])])
+def test_no_vision_tower_is_an_error_when_vision_is_asked(tmp_path: Path, asked: bool, errors: list[str]) -> None:
+    report = inspect_tensors(tmp_path, plain("lm_head", 8, 16), vision=asked)
+    assert codes(report.errors) == errors
+    assert report.vision is False
+
+
 def test_kernel_dims_inputs_off_the_block_are_an_error(tmp_path: Path) -> None:
     report = inspect_tensors(
         tmp_path, packed_ct(f"{LAYER}.mlp.down_proj", 64, 1000), quantization_config=compressed_tensors()

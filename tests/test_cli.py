@@ -43,6 +43,7 @@ def test_dry_run_prints_command_and_environment_and_writes_nothing(tmp_path: Pat
         ("MODEL=./missing", "MODEL: model folder missing", 2),
         ("BIND_HOST=0.0.0.0", "/invocations", 2),
         ("PATCHES=off", "NVFP4", 2),
+        ("VISION=1", "Set VISION=0", 1),
         ("TENSOR_PARALLEL=9", "TENSOR_PARALLEL", 2),
         ("EXTRA_ARGS=--host 0.0.0.0", "BIND_HOST", 2),
     ],

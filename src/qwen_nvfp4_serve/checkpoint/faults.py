@@ -52,6 +52,7 @@ DO = {
     "kernel-dims": "Choose an export that leaves these modules in BF16.",
     "odd-dims": "Nothing where the kernel pads; on a card without native FP4 choose another export.",
     "no-mtp": "Set SPECULATIVE_TOKENS=0, or choose a checkpoint that ships its mtp.* tensors.",
+    "no-vision": "Set VISION=0, or choose a checkpoint that ships its vision tower.",
     "kv-scales": "Nothing: vLLM uses a scale of 1. If long answers degrade, set KV_CACHE_DTYPE=bfloat16.",
     "shard": "Delete the file and download it again: qwen-nvfp4 fetch.",
     "missing-shard": "Download what is missing: qwen-nvfp4 fetch.",

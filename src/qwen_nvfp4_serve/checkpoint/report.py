@@ -80,6 +80,8 @@ def inspect_source(
         findings.append(
             _error("no-mtp", "mtp", f"{speculative_tokens} draft tokens asked, but no tensor is named mtp.*")
         )
+    if vision and not contents.has_vision and contents.groups:
+        findings.append(_error("no-vision", "visual", "the vision tower is asked for, but no tensor belongs to one"))
     if not contents.groups and not any(finding.severity is Severity.ERROR for finding in findings):
         findings.append(_error("no-weights", "*.safetensors", f"{source.place} has no *.safetensors file with tensors"))
     weights = weights_of(contents, dims, resolver or Unquantized(), source.config)
