@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qwen_nvfp4_serve import preflight, serve
+from qwen_nvfp4_serve import preflight, room, serve
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.host import Gpu
 from qwen_nvfp4_serve.planner.feedback import write_extra
@@ -102,6 +102,23 @@ def test_prepare_old_vllm_on_a_card_is_refused_naming_both(machine: Any) -> None
     machine(CARD, kind="cuda", version="0.32.1")
     with pytest.raises(UnsupportedHostError, match=r"0\.32\.1.*0\.33"):
         prepare()
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "words"),
+    [((200, 500), []), ((30, 500), ["30.00 GiB of memory free"]), ((200, 9), ["has 9.00 GiB free"])],
+)
+def test_prepare_model_too_large_for_this_machine_warns(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free_gib: tuple[int, int], words: list[str]
+) -> None:
+    machine()
+    monkeypatch.setattr(room, "free_memory_bytes", lambda: free_gib[0] << 30)
+    monkeypatch.setattr(room, "free_disk_bytes", lambda _: free_gib[1] << 30)
+    _, rows = prepare(MODEL="qwen3.5-35b-a3b", HF_HOME=str(tmp_path))
+    warned = [row for row in rows if "WARNING" in row and "free" in row]
+    assert len(warned) == len(words)
+    assert all(word in row for word, row in zip(words, warned, strict=True))
+    assert not [row for row in prepare()[1] if "free" in row]
 
 
 def test_prepare_folder_is_served_under_its_name_and_offline(machine: Any, tmp_path: Path) -> None:

@@ -33,10 +33,11 @@ from qwen_nvfp4_serve.planner.feedback import (
 )
 from qwen_nvfp4_serve.ready import first_answer, pulse, recording, state_path
 from qwen_nvfp4_serve.reference import ANSWERS, EMBEDDED, LEAST_TOKENS, KnownAnswer, read_answers, ready_answer
+from qwen_nvfp4_serve.room import disk_warning, memory_warning
 from qwen_nvfp4_serve.settings import Loaded, Settings, knobs
 from qwen_nvfp4_serve.stages import Report, Stage, progress_message
 from qwen_nvfp4_serve.supervisor import Supervisor
-from qwen_nvfp4_serve.units import gib
+from qwen_nvfp4_serve.units import GIB, gib
 
 PROGRESS_EVERY_S = 5.0
 SOCKET_ADDRESS_BYTES = 107  # unix(7): 108 with the end mark
@@ -77,7 +78,8 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     preflight.check_patches(settings, device, model_config(model), vllm_version)
     gpu = detect_gpus(settings.cuda_visible_devices)[0] if device == "cuda" else None
     shortfall = read_extra(shortfalls(settings), shortfall_key(model, gpu))
-    capacity = plan_capacity(settings, planned_model(ref, model, settings, report), gpu, extra_bytes=shortfall)
+    planned = planned_model(ref, model, settings, report)
+    capacity = plan_capacity(settings, planned, gpu, extra_bytes=shortfall)
     launch = build_launch(
         settings,
         model=model,
@@ -85,7 +87,7 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
         host=Host(device=device, python=sys.executable, has_cxx=has_cxx_compiler(), in_container=in_container()),
         passthrough=loaded.passthrough,
     )
-    for notice in (*loaded.notices, *launch.notices):
+    for notice in (*loaded.notices, *launch.notices, *_room(settings, ref, planned, device)):
         report("notice", notice)
     return Prepared(
         launch=launch,
@@ -96,6 +98,17 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
         plan=capacity.plan,
         shortfall_key=shortfall_key(model, gpu),
     )
+
+
+def _room(
+    settings: Settings, ref: ModelRef, planned: PlanModel | None, device: Literal["cuda", "cpu"]
+) -> tuple[str, ...]:
+    """Warnings about memory and disk."""
+    memory = None
+    if planned is not None and device == "cpu":
+        memory = memory_warning(planned, int(settings.cpu_kv_cache_gib * GIB))
+    disk = disk_warning(ref.row, hub_cache(settings)) if ref.row else None
+    return tuple(warning for warning in (memory, disk) if warning)
 
 
 def is_embedded(ref: ModelRef) -> bool:
