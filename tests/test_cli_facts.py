@@ -147,6 +147,24 @@ def test_plan_without_a_model_takes_what_serve_would(
     assert run_json("plan", *words)[1]["model"] == model
 
 
+def test_plan_without_a_card_and_a_name_is_that_of_serve_on_this_machines_cpu(
+    cards: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qwen_nvfp4_serve.room.free_memory_bytes", lambda: 30 << 30)
+    Path(".env").write_text("CPU_KV_CACHE_GIB=0.5\nMAX_NUM_SEQS=7\n")
+    code, planned = run_json("plan")
+    assert (code, planned["fits"], planned["gpu"]) == (0, True, None)
+    assert (planned["block_size_tokens"], planned["max_num_seqs"]) == (384, 7)  # as test_serve.py has them
+    sizes = planned["bytes"]
+    assert sizes["kv_pool"] + sizes["state"] == 1 << 29
+    assert sizes["graphs"] == 0
+    _, output = run("plan")
+    assert "embedded on this machine's CPU: fits" in output
+    assert not {word for word in ("CUDA", "FlashInfer", "--gpu", "WARNING") if word in output}
+    Path(".env").write_text("MODEL=qwen3.5-35b-a3b\n")
+    assert "64.56 GiB of weights in BF16" in run("plan")[1]
+
+
 def test_plan_without_a_card_says_how_to_name_one(cards: list[str]) -> None:
     code, planned = run_json("plan", "--model", "qwen3.5-27b")
     assert (code, planned["fits"]) == (0, None)
@@ -339,7 +357,9 @@ def test_fetch_downloads_then_finds_it_offline(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "words", [["plan", "--gpu", "rtx-5090"], ["inspect", "FOLDER"], ["doctor"]], ids=["plan", "inspect", "doctor"]
+    "words",
+    [["plan", "--gpu", "rtx-5090"], ["plan"], ["inspect", "FOLDER"], ["doctor"]],
+    ids=["plan", "bare plan", "inspect", "doctor"],
 )
 def test_command_loads_neither_torch_nor_vllm(tmp_path: Path, words: list[str]) -> None:
     write_sound(tmp_path)

@@ -37,7 +37,7 @@ def plan_capacity(settings: Settings, model: PlanModel | None, gpu: Gpu | None, 
     if model is None or (gpu is not None and card is None):
         missing = "the model is" if model is None else f"{gpu.name if gpu else 'this card'} is"
         return Capacity(notices=(f"{missing} not in the tables: vLLM chooses context and cache by itself",))
-    request = _cpu_request(settings, model) if gpu is None else _gpu_request(settings, model, gpu, card)
+    request = cpu_request(settings, model) if gpu is None else _gpu_request(settings, model, gpu, card)
     try:
         planned = plan(replace(request, extra_bytes=extra_bytes))
     except UsageError as error:
@@ -49,7 +49,8 @@ def plan_capacity(settings: Settings, model: PlanModel | None, gpu: Gpu | None, 
     return _capacity(settings, planned, gpu)
 
 
-def _cpu_request(settings: Settings, model: PlanModel) -> PlanRequest:
+def cpu_request(settings: Settings, model: PlanModel) -> PlanRequest:
+    """What is planned for a run on the CPU backend."""
     return PlanRequest(
         model=model,
         context=settings.max_model_len,

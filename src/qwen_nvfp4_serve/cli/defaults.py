@@ -23,13 +23,17 @@ def hub_token() -> str | None:
     return token.get_secret_value() if token else None
 
 
+def is_cpu_run(settings: Settings) -> bool:
+    """Whether `serve` would use the CPU here: DEVICE says so, or there is no card."""
+    from qwen_nvfp4_serve.host import detect_gpus
+
+    return settings.device == "cpu" or (settings.device == "auto" and not detect_gpus(settings.cuda_visible_devices))
+
+
 def default_model(settings: Settings, *, for_card: bool = False) -> str:
     """MODEL, else the default for a card if there is one here, DEVICE says so, or `for_card`; else the embedded one."""
-    from qwen_nvfp4_serve.host import detect_gpus
     from qwen_nvfp4_serve.models import DEFAULT_ON_CARD, DEFAULT_WITHOUT_CARD
 
     if settings.model:
         return settings.model
-    if not for_card and settings.device == "auto":
-        for_card = bool(detect_gpus(settings.cuda_visible_devices))
-    return DEFAULT_ON_CARD if for_card or settings.device == "cuda" else DEFAULT_WITHOUT_CARD
+    return DEFAULT_ON_CARD if for_card or not is_cpu_run(settings) else DEFAULT_WITHOUT_CARD

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import typer
 from qwen_nvfp4_serve.units import GIB, gib
 
 if TYPE_CHECKING:
-    from qwen_nvfp4_serve.planner import Plan, PlanModel
+    from qwen_nvfp4_serve.planner import Plan, PlanModel, PlanRequest
 
 BAR_WIDTH = 60
 # part of PlanBytes -> label and colour of the bar
@@ -78,12 +78,15 @@ def plan(
 
     Exit code 0: it fits (or no card was named), 1: it does not, 2: wrong use.
     """
+    from qwen_nvfp4_serve.cli.defaults import default_model, settings_of
     from qwen_nvfp4_serve.gpus import find_gpu
     from qwen_nvfp4_serve.planner import PlanRequest, alternatives
     from qwen_nvfp4_serve.planner import plan as make_plan
+    from qwen_nvfp4_serve.room import memory_warning
 
+    for_card = gpu is not None or kv_pool_gib is not None
     request = PlanRequest(
-        model=_plan_model(_default(for_card=gpu is not None or kv_pool_gib is not None) if model is None else model),
+        model=_plan_model(default_model(settings_of(None), for_card=for_card) if model is None else model),
         gpu=find_gpu(gpu) if gpu is not None else None,
         context=context,
         seqs=seqs,
@@ -97,7 +100,9 @@ def plan(
         state_dtype=state_dtype.value if state_dtype else None,
         vision=vision,
     )
-    planned = make_plan(request)
+    planned = make_plan(request if for_card or model is not None else _here(request))
+    if planned.on_cpu and (warning := memory_warning(planned.request.model, planned.pool_bytes or 0)):
+        planned = replace(planned, notices=(*planned.notices, warning))
     instead = alternatives(planned) if planned.fits is False else ()
     if as_json:
         typer.echo(json.dumps(_as_json(planned, instead), indent=2))
@@ -106,10 +111,21 @@ def plan(
     raise typer.Exit(1 if planned.fits is False else 0)
 
 
-def _default(*, for_card: bool) -> str:
-    from qwen_nvfp4_serve.cli.defaults import default_model, settings_of
+def _here(request: PlanRequest) -> PlanRequest:
+    """`request` as `serve` would plan it on this machine, where that is on the CPU; as it is otherwise."""
+    from qwen_nvfp4_serve.capacity import cpu_request
+    from qwen_nvfp4_serve.cli.defaults import is_cpu_run, settings_of
+    from qwen_nvfp4_serve.planner.weights import weight_bytes
+    from qwen_nvfp4_serve.room import ALL_BF16
 
-    return default_model(settings_of(None), for_card=for_card)
+    settings = settings_of(None)
+    if not is_cpu_run(settings):
+        return request
+    serving = cpu_request(settings, request.model)
+    model = replace(request.model, weights=weight_bytes(request.model.dims, ALL_BF16))
+    settled = ("context", "seqs", "batched_tokens", "gdn_prefill", "attention", "kv_pool_bytes")
+    unset = {name: getattr(serving, name) for name in settled if getattr(request, name) is None}
+    return replace(request, model=model, **unset)
 
 
 def _bytes(size_gib: float) -> int:
@@ -156,7 +172,7 @@ def _show(planned: Plan, instead: tuple[str, ...]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, soft_wrap=True)
-    where = f" on {planned.gpu}" if planned.gpu else ""
+    where = f" on {planned.gpu}" if planned.gpu else " on this machine's CPU" if planned.on_cpu else ""
     verdict = {True: "[green]fits[/]", False: "[red]does not fit[/]", None: "[yellow]not decided[/]"}[planned.fits]
     console.print(f"[bold]{planned.model}[/]{where}: {verdict}")
     if planned.fits and planned.bytes.headroom is not None and console.color_system:  # its colours are all it says

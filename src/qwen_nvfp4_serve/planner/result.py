@@ -69,6 +69,11 @@ class Plan:
     layout: CacheLayout
     request: PlanRequest
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it is for the CPU backend."""
+        return self.request.attention_backend == "cpu"
+
 
 # What `--json` prints, in order; the rest of a Plan is for callers inside the project.
 JSON_KEYS = (
