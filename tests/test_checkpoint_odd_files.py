@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,41 @@ def test_inspect_index_that_contradicts_the_folder_is_one_error(
     (fault,) = inspect_folder(folder).errors
     assert (fault.code, fault.names) == (code, (name,))
     assert fault.says.isprintable()
+
+
+PLACES = ("ignore", "targets")
+SLOW = (r"(\w+\.?)+!", "(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)!", "(?:.|..)*!", r"((x*)*.)*!")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("pattern", SLOW)
+def test_inspect_expression_that_tries_for_ever_is_one_error(folder: Path, pattern: str, place: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    quantization = config["quantization_config"]
+    listed = quantization if place == "ignore" else quantization["config_groups"]["g"]
+    listed[place] = [f"re:{pattern}", *listed[place]]
+    (folder / "config.json").write_text(json.dumps(config))
+    before = signal.getsignal(signal.SIGVTALRM)
+    (fault,) = inspect_folder(folder).errors
+    assert (fault.code, fault.names) == ("slow-pattern", (f"re:{pattern}",))
+    assert "layers.0.mlp.down_proj" in fault.says
+    assert signal.getsignal(signal.SIGVTALRM) is before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+def test_inspect_expression_that_repeats_and_is_quick_is_followed(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = [r"re:(?:\w+\.)*down_proj$", "re:.*lm_head.*"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert [fault.code for fault in inspect_folder(folder).errors] == ["ignored-but-packed"]
+
+
+@pytest.mark.parametrize("pattern", ["a{99999999999}", "(" * 5000 + ")" * 5000])
+def test_inspect_expression_that_cannot_be_compiled_is_one_error(folder: Path, pattern: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] = [f"re:{pattern}"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert [fault.code for fault in inspect_folder(folder).errors] == ["config"]
 
 
 @pytest.mark.parametrize("total", [-1, 0, "20", float("nan"), float("inf"), True, [1], 10**400])

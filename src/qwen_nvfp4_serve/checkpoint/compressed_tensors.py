@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qwen_nvfp4_serve.checkpoint.naming import CLASSES, FUSED, Unit, vllm_module
-from qwen_nvfp4_serve.checkpoint.schemes import PLAIN, Patterns, SchemeError, SplitError, mapped, name_list
+from qwen_nvfp4_serve.checkpoint.schemes import PLAIN, Patterns, SchemeError, SplitError, mapped, matched, name_list
 
 EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -70,7 +70,7 @@ class CompressedTensors:
         wanted = "linear" if class_name == "RoutedExperts" else class_name.lower()
         for target in self.targets:
             if target.startswith("re:"):
-                if re.match(target[3:], class_name):
+                if matched(re.compile(target[3:]), target, class_name):
                     return target
             elif target.lower() in wanted or target == class_name:
                 return target
@@ -133,5 +133,5 @@ def _check_pattern(pattern: str) -> None:
     if pattern.startswith("re:"):
         try:
             re.compile(pattern[3:])
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise SchemeError("config", (pattern,), f"pattern {pattern!r} is no regular expression: {error}") from None

@@ -37,6 +37,7 @@ DO = {
     "remote-code": "Nothing: its code is never run, the model type is built in.",
     "unknown-method": "Choose a checkpoint in compressed-tensors or ModelOpt NVFP4.",
     "unknown-algorithm": "Choose a checkpoint quantized with FP8, NVFP4, W4A16_NVFP4 or MIXED_PRECISION.",
+    "slow-pattern": "Write it without repetitions inside repetitions, or choose another export.",
     "fused-split": "Add the missing names to the ignore list, or take the others out: vLLM runs these matrices as one.",
     "ignored-but-packed": "Take the module off the ignore list, or choose an export that is consistent.",
     "quantized-but-plain": "Add the module to the ignore list, or choose an export that is consistent.",

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qwen_nvfp4_serve.checkpoint import patience
 from qwen_nvfp4_serve.checkpoint.check_files import check_files
 from qwen_nvfp4_serve.checkpoint.check_modules import SeverityOf, check_modules, is_packed
 from qwen_nvfp4_serve.checkpoint.check_scales import check_scales
@@ -73,9 +74,13 @@ def inspect_source(
         return Severity.ERROR if used[area] else Severity.WARNING
 
     if resolver is not None:
-        findings += _named_only(list(check_modules(contents, resolver, severity_of)), contents)
-        findings += check_scales(source, contents, severity_of)
-        findings += _check_extras(contents, resolver, dims, severity_of)
+        try:
+            with patience.limited():
+                findings += _named_only(list(check_modules(contents, resolver, severity_of)), contents)
+                findings += check_scales(source, contents, severity_of)
+                findings += _check_extras(contents, resolver, dims, severity_of)
+        except SchemeError as error:
+            resolver = _refused(error, findings)
     if speculative_tokens and not contents.has_mtp:
         findings.append(
             _error("no-mtp", "mtp", f"{speculative_tokens} draft tokens asked, but no tensor is named mtp.*")
@@ -134,13 +139,18 @@ def _resolver(source: Source, findings: list[Finding]) -> Resolver | None:
     try:
         resolver = resolver_for(source.config, source.hf_quant, text_only=text_only)
     except SchemeError as error:
-        findings += [_error(error.code, name, error.says) for name in error.names]
-        return None
+        return _refused(error, findings)
     findings += [
         _error("unknown-algorithm", name, f"{name} has an algorithm that vLLM does not know")
         for name in resolver.unknown
     ]
     return resolver
+
+
+def _refused(error: SchemeError, findings: list[Finding]) -> Resolver | None:
+    """No resolver, and the reason among the findings."""
+    findings += [_error(error.code, name, error.says) for name in error.names]
+    return None
 
 
 def _dims(source: Source, findings: list[Finding]) -> Dims | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from qwen_nvfp4_serve.checkpoint.naming import Unit, vllm_name
+from qwen_nvfp4_serve.checkpoint.patience import SlowMatchError, matches
 
 PLAIN = "BF16"
 
@@ -74,14 +75,26 @@ class Patterns:
         ]
 
     def first(self, name: str) -> str | None:
-        """The first entry that is `name` or whose expression matches its beginning."""
+        """The first entry that is `name` or whose expression matches its beginning.
+
+        Raises SchemeError for an expression that takes too long to say (see `patience`).
+        """
         exact = self._places.get(name)
         for place, expression, entry in self._expressions:
             if exact is not None and exact < place:
                 break
-            if expression.match(name):
+            if matched(expression, entry, name):
                 return entry
         return None if exact is None else name
+
+
+def matched(expression: re.Pattern[str], entry: str, name: str) -> bool:
+    """Whether the expression of `entry` matches the beginning of `name`. Raises SchemeError if it takes too long."""
+    try:
+        return matches(expression, name)
+    except SlowMatchError:
+        says = f"pattern {entry!r} takes for ever on {name}, in vLLM too"
+        raise SchemeError("slow-pattern", (entry,), says) from None
 
 
 def mapped(name: str, *, text_only: bool) -> str:
