@@ -7,6 +7,7 @@ it: one schema of 30,000 properties holds up every structured output of the serv
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,9 +20,11 @@ PARAMETERS = ("self", "model_config", "structured_outputs_config", "tokenizer")
 # 10,000 choices (159,000 characters of grammar) in 11 s; an enum of 10,000 values in 0.3 s.
 MOST_SCHEMAS = 2_000
 NO_BACKEND = (
-    "The schema combines keywords that neither xgrammar nor llguidance can enforce, such as patternProperties beside "
-    "properties: leave them out and check the answer for them."
+    "The JSON schema combines keywords that neither xgrammar nor llguidance can enforce, such as patternProperties "
+    "beside properties. Leave them out, and check the answer for them."
 )
+# What llguidance says of keywords that it does not know, after xgrammar has refused the schema (llguidance 1.x).
+UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[([^\]]*)\]")
 MOST_CHOICES = 2_000
 MOST_CHARACTERS = {"json": 262_144, "structural_tag": 262_144, "regex": 32_768, "grammar": 65_536}
 
@@ -45,6 +48,20 @@ def fault_of(asked: Any) -> str | None:
         if count > MOST_SCHEMAS:
             return _sentence(name, count, MOST_SCHEMAS, "objects, subschemas included")
     return None
+
+
+def _clearer(error: Exception) -> Exception:
+    """`error`, or one that says in words which keywords of the schema are the trouble."""
+    from vllm.exceptions import VLLMValidationError
+
+    found = UNKNOWN_KEYS.search(str(error))
+    if found is None:
+        return error
+    keys = ", ".join(word.strip(' "') for word in found.group(1).split(","))
+    says = f"The JSON schema uses {keys}, which neither xgrammar nor llguidance can enforce. "
+    says += "Leave it out, and check the answer for it."
+    clearer: Exception = VLLMValidationError(says, parameter="structured_outputs")
+    return clearer
 
 
 def _sentence(name: str, seen: int, most: int, unit: str) -> str:
@@ -84,7 +101,10 @@ def limiting(original: Any) -> Any:
         fault = fault_of(asked) if asked is not None else None
         if fault is not None:
             raise VLLMValidationError(fault, parameter="structured_outputs")
-        original(self, *values, **named)
+        try:
+            original(self, *values, **named)
+        except VLLMValidationError as error:
+            raise _clearer(error) from None
         if asked is not None and asked._backend == "outlines" and asked._backend_was_auto:
             raise VLLMValidationError(NO_BACKEND, parameter="structured_outputs")
 
@@ -111,7 +131,7 @@ PATCH = Patch(
     name="structured-limits",
     platform=None,
     changes="SamplingParams._validate_structured_outputs refuses schemas, choices, patterns and grammars that are "
-    "too large, and schemas that only Outlines could compile",
+    "too large, and schemas that only Outlines could compile, and names the keywords that no backend enforces",
     why="one schema of some thousand properties holds up every structured output of the server; one for Outlines "
     "ends as 500",
     upstream="https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/v1/structured_output/backend_xgrammar.py",

@@ -241,6 +241,13 @@ def test_structured_output_that_cannot_be_is_a_4xx_with_a_sentence(server: Serve
     assert len(answer.json()["error"]["message"]) > 10
 
 
+def test_schema_with_a_keyword_that_no_backend_enforces_is_a_400_that_names_it(server: Served) -> None:
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    answer = post(server, "/chat/completions", messages=ASKED, max_tokens=5, structured_outputs={"json": schema})
+    assert answer.status_code == 400
+    assert "The JSON schema uses uniqueItems, which neither" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("value", ["text", 5, [1], True])
 def test_structured_output_of_another_type_is_a_4xx(server: Served, value: object) -> None:
     for path, body in (("/chat/completions", {"messages": ASKED}), ("/completions", {"prompt": "a"})):

@@ -173,6 +173,27 @@ def test_schema_that_only_outlines_could_compile_is_refused(driver: Driver) -> N
         choosing("outlines")(params)
 
 
+@pytest.mark.parametrize(
+    ("schema", "keys"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems"),
+        ({"type": "array", "contains": {"type": "integer"}, "minContains": 2}, "contains, minContains"),
+    ],
+)
+def test_keywords_that_no_backend_knows_are_named_in_a_sentence(driver: Driver, schema: Any, keys: str) -> None:
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
+
+    def _validate(self: Any) -> None:
+        validate_guidance_grammar(self, tokenizer=None)
+
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    wanted = f"^The JSON schema uses {keys}, which neither xgrammar nor llguidance can enforce. Leave it out"
+    with pytest.raises(VLLMValidationError, match=wanted):
+        structured_limits.limiting(_validate)(params)
+
+
 def test_what_the_patches_take_for_granted_is_there(driver: Driver) -> None:
     import inspect
 
