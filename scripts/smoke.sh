@@ -12,8 +12,9 @@ check() { # NAME WANTED_STATUS CURL_ARGS…
 model=$(curl -s --max-time 10 "${auth[@]}" "$url/models" | sed -n 's/.*"data":\[{"id":"\([^"]*\)".*/\1/p')
 if [[ -z $model ]]; then
     status=$(curl -s -o /dev/null -w '%{http_code}' --max-time 10 "${auth[@]}" "$url/models") || true
-    [[ $status == 401 ]] && why="HTTP 401: set VLLM_API_KEY to the server's key" || why="start one with scripts/serve, or pass its URL"
-    echo "error: no OpenAI endpoint answers at $url (HTTP $status): $why." >&2; exit 1
+    [[ $status == 401 ]] && why="set VLLM_API_KEY to the server's key" || why="start one with scripts/serve, or pass its URL"
+    [[ $status == 000 ]] && seen="no connection" || seen="HTTP $status"
+    echo "error: no OpenAI endpoint answers at $url ($seen): $why." >&2; exit 1
 fi
 message='"messages":[{"role":"user","content":"Say hello."}]'
 check health 200 "${url%/v1}/health"

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import quality_stand_in
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.reference import EMBEDDED, Given, read_answers
 from qwen_nvfp4_serve.smoke import connect, run_checks
 
+ROOT = Path(__file__).resolve().parents[1]
 USAGE = {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
 LIMIT = 64
 ROOM = 4096  # of the reference model
@@ -201,3 +205,21 @@ def test_connect_key_that_no_header_carries_is_not_shown() -> None:
 def test_connect_no_server_is_one_sentence(url: str) -> None:
     with pytest.raises(QwenNvfp4Error, match="no OpenAI endpoint"):
         connect(url, None)
+
+
+def curl_smoke(url: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([ROOT / "scripts" / "smoke.sh", url], capture_output=True, text=True, check=False)
+
+
+def test_curl_smoke_without_the_key_says_the_status_once_and_what_to_set() -> None:
+    with quality_stand_in.scripted(quality_stand_in.Script(models_status=401)) as url:
+        done = curl_smoke(url)
+    assert done.returncode == 1
+    assert done.stderr.count("401") == 1
+    assert "(HTTP 401): set VLLM_API_KEY to the server's key." in done.stderr
+
+
+def test_curl_smoke_where_nobody_listens_says_so() -> None:
+    done = curl_smoke("http://127.0.0.1:9/v1")
+    assert done.returncode == 1
+    assert "at http://127.0.0.1:9/v1 (no connection): start one with scripts/serve" in done.stderr
