@@ -29,6 +29,7 @@ from qwen_nvfp4_patches import (
     unreadable_requests,
 )
 from qwen_nvfp4_patches.patch import Check, Need, Outcome, Patch, Platform, State
+from qwen_nvfp4_patches.processes import is_worker
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.versions import check_vllm, installed_vllm, vllm_window
 
@@ -67,7 +68,7 @@ def patches_enabled() -> bool:
 
 
 def apply_all(patches: tuple[Patch, ...] = PATCHES) -> tuple[Outcome, ...]:
-    """Applies what this process needs, logs each outcome once, and returns them.
+    """Applies what this process needs, logs each outcome unless the engine core above has, and returns them.
 
     Raises UnsupportedHostError naming both versions if a patch is needed and vLLM is outside the tested window.
     """
@@ -79,8 +80,9 @@ def apply_all(patches: tuple[Patch, ...] = PATCHES) -> tuple[Outcome, ...]:
     platform = _platform(current_platform)
     enabled = patches_enabled()
     outcomes = tuple(_settle(patch, platform, __version__, enabled) for patch in patches)
+    told = is_worker()
     for outcome in outcomes:
-        log = logger.warning if outcome.state is State.OFF else logger.info
+        log = logger.debug if told else logger.warning if outcome.state is State.OFF else logger.info
         log("Patch %s: %s (%s)", outcome.name, outcome.state.value, outcome.reason)
     return outcomes
 
