@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,12 @@ def test_served_folder_of_a_copy_on_this_disk_is_the_copy(tmp_path: Path) -> Non
     (tmp_path / ANSWERS).write_text("[]")
     assert served_folder(str(tmp_path)) == tmp_path
     assert served_folder("x" * 5000) is None
+
+
+def test_pages_for_users_call_it_the_embedded_model_and_nothing_else() -> None:
+    root = Path(__file__).resolve().parents[1]
+    pages = [root / "README.md", *(root / "docs" / f"{name}.md" for name in ("agents", "api", "docker", "quality"))]
+    for page in pages:
+        text = re.sub(r"\]\([^)]*\)", "", page.read_text())  # where links lead is another matter
+        assert "embedded" in text, page
+        assert not re.findall(r"reference model|reference/moe", text), page

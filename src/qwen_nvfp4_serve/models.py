@@ -264,7 +264,7 @@ MODELS: tuple[ModelRow, ...] = (
     ),
     ModelRow(
         name="embedded",
-        title="reference model",
+        title="embedded model",
         repo=None,
         revision=None,
         quantization="compressed-tensors",

@@ -152,7 +152,7 @@ class Settings(BaseSettings):
     enforce_eager: Flag = knob(False, "kernels", "Skip compilation and CUDA graphs: quicker start, slower decode.")
 
     chat_template: Literal["auto", "ours", "checkpoint"] = knob(
-        "auto", "api", "`ours` (docs/api.md), the `checkpoint`'s own, or `auto`: ours, but a reference model's own."
+        "auto", "api", "`ours` (docs/api.md), the `checkpoint`'s own, or `auto`: ours, but the embedded model's own."
     )
     keep_thinking: Literal["all", "turn", "none"] = knob(
         "all",
