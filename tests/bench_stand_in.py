@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from tests.http_stand_in import running
+
 MAX_MODEL_LEN = 100_000
 METRICS = 'vllm:cache_config_info{block_size="16",cache_dtype="fp8",enable_prefix_caching="True"} 1.0\n'
 
@@ -164,7 +166,5 @@ class QuietServer(ThreadingHTTPServer):
 def scripted(script: Script) -> Iterator[str]:
     """The base URL of a running server."""
     handler = type("Scripted", (Handler,), {"script": script})
-    with QuietServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-        server.shutdown()
+    with running(QuietServer(("127.0.0.1", 0), handler)) as url:
+        yield f"{url}/v1"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlparse
+
+from tests.http_stand_in import running
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 REPO = "someone/model"
@@ -151,13 +152,5 @@ class _Server(ThreadingHTTPServer):
 def serve(files: Mapping[str, bytes]) -> Iterator[Hub]:
     """A running hub with these files; its `url` is what HF_ENDPOINT takes."""
     hub = Hub(files)
-    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with running(_Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

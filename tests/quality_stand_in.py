@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from tests.bench_stand_in import QuietServer
+from tests.http_stand_in import running
 
 from qwen_nvfp4_serve.quality.plan import short_questions
 from qwen_nvfp4_serve.quality.task import Call, Calls, Code, Exam, Number, Prose, Says, Want, Words
@@ -180,10 +181,8 @@ class Handler(BaseHTTPRequestHandler):
 def scripted(script: Script) -> Iterator[str]:
     """The base URL of a running endpoint."""
     handler = type("Scripted", (Handler,), {"script": script})
-    with QuietServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-        server.shutdown()
+    with running(QuietServer(("127.0.0.1", 0), handler)) as url:
+        yield f"{url}/v1"
 
 
 def message_of(reply: Json) -> Json:

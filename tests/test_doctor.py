@@ -6,13 +6,13 @@ import http.server
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.http_stand_in import running
 
 from qwen_nvfp4_serve.doctor import CHECKS, Facts, diagnose, facts_from
 from qwen_nvfp4_serve.doctor import probes as host_probes
@@ -293,10 +293,9 @@ def test_probe_port_with_a_server_in_a_container_is_known_by_its_model(
         def log_message(self, *_: object) -> None:
             """Nothing."""
 
-    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = http.server.HTTPServer(("127.0.0.1", 0), Answer)
+    with running(server):
         found = host_probes.probe_port(server.server_port, ("embedded",), "secret")
-        server.shutdown()
     assert found["port_own"] is own
     assert keys == ["Bearer secret"]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.http_stand_in import running
 
 from qwen_nvfp4_serve import ready
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
@@ -67,14 +68,11 @@ def serving(engine: Engine) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-    finally:
-        release.set()
-        server.shutdown()
-        server.server_close()
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        try:
+            yield f"{url}/v1"
+        finally:
+            release.set()
 
 
 @pytest.fixture(autouse=True)

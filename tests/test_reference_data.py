@@ -1,5 +1,6 @@
 """The generated tasks: right answers, clean splits, and text that the chat template renders."""
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -34,11 +35,16 @@ def drawn(count: int, seed: int = 1) -> Iterator[Conversation]:
     return (training_example(rng, 0.1) for _ in range(count))
 
 
-def rendered(messages: list[dict[str, Any]], tools: Any, **settings: Any) -> str:
+@functools.cache
+def template() -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     text = (tokenizer.REFERENCE_DIR / "chat_template.jinja").read_text()
-    return environment.from_string(text).render(messages=messages, tools=tools, **settings)
+    return environment.from_string(text)
+
+
+def rendered(messages: list[dict[str, Any]], tools: Any, **settings: Any) -> str:
+    return template().render(messages=messages, tools=tools, **settings)
 
 
 def parsed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

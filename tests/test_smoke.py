@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests import quality_stand_in
+from tests.http_stand_in import running
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.reference import EMBEDDED, Given, read_answers
@@ -120,10 +120,8 @@ class Script(BaseHTTPRequestHandler):
 @contextmanager
 def scripted(fault: str = "", **also: Any) -> Iterator[str]:
     handler = type("Faulty", (Script,), {"fault": fault, **also})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as url:
+        yield url
 
 
 def failures(fault: str, **also: Any) -> list[str]:

@@ -10,7 +10,6 @@ import random
 import re
 import statistics
 import subprocess
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ import httpx
 import pytest
 from tests.conftest import harness
 from tests.e2e.serving import COMMAND, Served
+from tests.http_stand_in import running
 
 from qwen_nvfp4_serve.bench.prompts import WORDS
 from qwen_nvfp4_serve.bench.result import Result, read_result
@@ -122,10 +122,8 @@ def book(folder: Path) -> Iterator[str]:
     """The URL of a text for llama-benchy, which takes its prompts from a book."""
     (folder / "book.txt").write_text(" ".join(random.Random(0).choices(WORDS, k=20_000)))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as shelf:
-        threading.Thread(target=shelf.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{shelf.server_address[1]}/book.txt"
-        shelf.shutdown()
+    with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as url:
+        yield f"{url}/book.txt"
 
 
 def ours(server: Served, folder: Path) -> dict[str, float]:
