@@ -7,10 +7,18 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from qwen_nvfp4_serve.host import detect_gpus, run_probe
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+MOST_WORKERS = 4  # each takes about 1 GiB
+if WORKERS > 1:  # before anything imports torch: threads of two workers that wait for each other take many times longer
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
+# Folders whose tests go to one worker: they share a stack of containers, a server, or an imported vLLM.
+TOGETHER = {"docker": "docker", "e2e": "server", "contracts": "vllm", "patches": "vllm"}
 
 
 def _has_cpu_vllm() -> bool:
@@ -48,23 +56,54 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the tests marked slow too")
 
 
+def pytest_configure() -> None:
+    """Refuses to start where something is missing that REQUIRE names (REQUIRE=docker,nvcc)."""
+    required = {word.strip() for word in os.environ.get("REQUIRE", "").split(",") if word.strip()}
+    if unknown := required - PROBES.keys():
+        raise pytest.UsageError(f"REQUIRE names {sorted(unknown)}, expected some of {sorted(PROBES)}")
+    for thing in sorted(required):
+        if reason := missing(thing):
+            raise pytest.UsageError(f"REQUIRE={thing}, but {reason}")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One for each core, and no more than memory is sure to hold."""
+    return min(os.cpu_count() or 1, MOST_WORKERS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files are handed out whole, folders of TOGETHER too, in the order collected."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return next((name for folder, name in TOGETHER.items() if f"tests/{folder}/" in file), file)
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
+def _turn(item: pytest.Item) -> int:
+    """Containers first, since they mostly wait; a server of its own last, and at its end what compares speeds."""
+    if item.get_closest_marker("docker"):
+        return 0
+    return 1 + bool(item.get_closest_marker("server")) + bool(item.get_closest_marker("peers"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, or fail it when REQUIRE names it (REQUIRE=docker,nvcc)."""
+    """In the order of turns, without what this machine cannot run."""
+    items.sort(key=_turn)
     if not config.getoption("--full"):
         for item in items:
             if item.get_closest_marker("slow"):
                 item.add_marker(pytest.mark.skip(reason="slow: run with --full"))
-    required = {word.strip() for word in os.environ.get("REQUIRE", "").split(",") if word.strip()}
-    unknown = required - PROBES.keys()
-    if unknown:
-        raise pytest.UsageError(f"REQUIRE names {sorted(unknown)}, expected some of {sorted(PROBES)}")
     for thing in PROBES:
         marked = [item for item in items if item.get_closest_marker(thing)]
         reason = missing(thing) if marked else None
         if reason is None:
             continue
-        if thing in required:
-            raise pytest.UsageError(f"REQUIRE={thing}, but {reason}")
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -188,6 +188,30 @@ def test_hands_over_to_docker_only_with_card_runtime_and_compose_file(
     assert bootstrap.wants_gpu()
 
 
+@pytest.mark.parametrize(
+    ("words", "shared"),
+    [
+        ((), True),
+        (("--full",), True),
+        (("-m", "not server"), True),
+        (("tests/test_cli.py", "-k", "crlf"), False),
+        (("tests/test_cli.py::test_x",), False),
+    ],
+)
+def test_run_tests_named_by_path_run_in_one_process(checkout: Path, words: tuple[str, ...], shared: bool) -> None:
+    (checkout / "tests").mkdir()
+    (checkout / "tests" / "test_cli.py").touch()
+    assert bootstrap.run_tests(fake_python(checkout), words) == 0
+    *before, last = calls(checkout)
+    assert last == " ".join(["-m pytest", *(["--numprocesses=auto"] if shared else []), *words])
+    assert len(before) == (3 if words in ((), ("--full",)) else 0)
+
+
+def test_run_tests_stops_at_the_first_step_that_fails(checkout: Path) -> None:
+    assert bootstrap.run_tests(fake_python(checkout, fails_on="mypy"), ()) == 1
+    assert calls(checkout)[-1] == "-m mypy"
+
+
 @pytest.mark.parametrize("script", ["serve", "test"])
 def test_script_without_python_is_one_line_and_3(script: str) -> None:
     env = os.environ | {"PYTHON": "/nonexistent/python3"}

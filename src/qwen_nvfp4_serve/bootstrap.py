@@ -171,9 +171,12 @@ def python_of(python: Path) -> str:
 
 
 def run_tests(python: Path, arguments: Sequence[str]) -> int:
-    """Lint, types and tests; the first failing step's exit code. With arguments (but --full), only pytest with them."""
+    """Lint, types and tests; the first failing step's exit code. With arguments (but --full), only pytest with them.
+
+    Tests run in several processes unless some are named by their path."""
     module = [str(python), "-m"]
-    steps = [[*module, "pytest", *arguments]]
+    named = any((ROOT / word.partition("::")[0]).exists() for word in arguments if not word.startswith("-"))
+    steps = [[*module, "pytest", *([] if named else ["--numprocesses=auto"]), *arguments]]
     if not arguments or list(arguments) == ["--full"]:
         steps = [[*module, "ruff", "check"], [*module, "ruff", "format", "--check"], [*module, "mypy"], *steps]
     for step in steps:
