@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,28 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
     assert fast.depths[512].decode == pytest.approx(67 / 68 * 400)
     assert slow.kernels == (Kernel(name="marlin_gemm", us=100.0, calls=2.0),)
     assert slow.options["load_format"] == "dummy"
+
+
+def test_engine_worker_waits_at_its_gate(tmp_path: Path) -> None:
+    for name, code in STAND_IN.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    spec = EngineSpec(
+        model_folder="m", configurations={"one": {}}, streams=(1,), short=1, long=5, prefills=(), profile_tokens=0
+    )
+    (tmp_path / "spec.json").write_bytes(dump_spec(spec))
+    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json", "gate"]
+    with subprocess.Popen(worker, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}) as running:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "gate.ready").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (tmp_path / "gate.ready").exists()
+        time.sleep(0.5)  # as long as it would take
+        assert running.poll() is None
+        assert not (tmp_path / "engine.json").exists()
+        (tmp_path / "gate.go").touch()
+        assert running.wait(60) == 0
+    assert read_engine(tmp_path / "engine.json").runs[0].label == "one"
 
 
 @pytest.mark.parametrize(("name", "model"), [("35b", "qwen3.5-35b-a3b"), ("27b", "qwen3.5-27b")])

@@ -1,5 +1,8 @@
 """Runs engine configurations one after another in this process: `python -m …bench.engine_worker SPEC.json OUT.json`.
 
+With a third argument, GATE, each engine waits before it is measured: it makes GATE.ready and goes on once GATE.go is
+there. So engines can start side by side, which takes minutes of compiling, and be measured one at a time.
+
 A process of its own, because it becomes the engine. vLLM is loaded by name: nothing else in this package imports it.
 """
 
@@ -45,6 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": False,  # the time stamps of each answer
 }
 MAX_KERNELS = 80
+LOOK_EVERY_S = 0.1
 
 
 def main() -> None:
@@ -54,18 +58,28 @@ def main() -> None:
     spec = read_spec(Path(sys.argv[1]).read_text())
     if not dummy_weights.install():
         print("vLLM's own dummy weights: tokens elect the same experts", flush=True)
-    runs = tuple(measure(spec, label, options) for label, options in spec.configurations.items())
+    gate = sys.argv[3] if len(sys.argv) > 3 else None
+    runs = tuple(measure(spec, label, options, gate) for label, options in spec.configurations.items())
     versions = {name: str(import_module(name).__version__) for name in ("vllm", "torch")}
     result = EngineResult(spec=spec, cards=query_cards(), runs=runs, **versions)
     Path(sys.argv[2]).write_bytes(dump_engine(result))
 
 
-def measure(spec: EngineSpec, label: str, overrides: dict[str, Any]) -> EngineRun:
+def wait_at(gate: str) -> None:
+    """Says that an engine is up, and waits until it may be measured."""
+    Path(f"{gate}.ready").touch()
+    while not Path(f"{gate}.go").exists():
+        time.sleep(LOOK_EVERY_S)
+
+
+def measure(spec: EngineSpec, label: str, overrides: dict[str, Any], gate: str | None = None) -> EngineRun:
     """Builds one engine, measures it and takes it down again."""
     options = DEFAULTS | {"model": spec.model_folder} | overrides
     began_s = time.perf_counter()
     engine = import_module("vllm").LLM(**options)
     load_s = time.perf_counter() - began_s
+    if gate is not None:
+        wait_at(gate)
     timer = _Timer(engine, spec)
     timer.seconds(spec.short, 1)
     decode = {}
