@@ -15,10 +15,21 @@ from qwen_nvfp4_serve.host import detect_gpus, run_probe
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 MOST_WORKERS = 4  # each takes about 1 GiB
+THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
 if WORKERS > 1:  # before anything imports torch: threads of two workers that wait for each other take many times longer
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
-# Folders whose tests go to one worker: they share a stack of containers, a server, or an imported vLLM.
-TOGETHER = {"docker": "docker", "e2e": "server", "contracts": "vllm", "patches": "vllm"}
+    os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
+# Files that go to one worker, by the beginning of their path: they share containers, an imported vLLM, or a server.
+TOGETHER = {
+    "tests/docker/": "docker",
+    "tests/contracts/": "vllm",
+    "tests/patches/": "vllm",
+    "tests/e2e/test_agent.py": "embedded",
+    "tests/e2e/test_bench_server.py": "embedded",
+    "tests/e2e/test_clients": "embedded",
+    "tests/e2e/test_quality_server.py": "embedded",
+    "tests/e2e/test_server.py": "embedded",
+    "tests/e2e/test_structured.py": "embedded",
+}
 
 
 def _has_cpu_vllm() -> bool:
@@ -73,23 +84,25 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files are handed out whole, folders of TOGETHER too, in the order collected."""
+    """Files are handed out whole, those of TOGETHER as one, in the order collected."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return next((name for folder, name in TOGETHER.items() if f"tests/{folder}/" in file), file)
+            return next((name for start, name in TOGETHER.items() if file.startswith(start)), file)
 
     config.option.loadscopereorder = False
     return ByFile(config, log)
 
 
 def _turn(item: pytest.Item) -> int:
-    """Containers first, since they mostly wait; a server of its own last, and at its end what compares speeds."""
+    """Containers first, since they mostly wait; then without a server, with one of their own, with the shared one; and
+    in the end, when nothing else runs, what compares speeds."""
     if item.get_closest_marker("docker"):
         return 0
-    return 1 + bool(item.get_closest_marker("server")) + bool(item.get_closest_marker("peers"))
+    has = (item.get_closest_marker("server"), "embedded" in getattr(item, "fixturenames", ()))
+    return 4 if item.get_closest_marker("peers") else 1 + sum(map(bool, has))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.conftest import THREADS, WORKERS
+
 COMMAND = Path(sys.executable).parent / "qwen-nvfp4"
 READY_S, STOP_S = 240.0, 60.0
 
@@ -54,6 +56,17 @@ class Served:
         """SIGTERM and wait; the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+        return self._wait()
+
+    def end(self) -> None:
+        """SIGTERM twice, since the second spares vLLM's own way down: ten seconds and more."""
+        deadline = time.monotonic() + STOP_S
+        while self.process.poll() is None and self.log.count("] stopping:") < 2 and time.monotonic() < deadline:
+            self.process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+        self._wait()
+
+    def _wait(self) -> int:
         try:
             return self.process.wait(timeout=STOP_S)
         except subprocess.TimeoutExpired:
@@ -63,10 +76,14 @@ class Served:
 
 @contextmanager
 def serve(folder: Path, **env: str) -> Iterator[Served]:
-    """A server that is READY; its cache and working folder is `folder`. Eager unless ENFORCE_EAGER says otherwise."""
+    """A server that is READY; its cache and working folder is `folder`. Eager unless ENFORCE_EAGER says otherwise.
+
+    Beside other servers it has as many threads as a worker has cores: the threads that vLLM binds would share them."""
     port = free_port()
     base = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "PYTHON", "CXX")}
     base |= {"DEVICE": "cpu", "PORT": str(port), "CACHE_DIR": str(folder / "cache"), "ENFORCE_EAGER": "1"} | env
+    if WORKERS > 1:
+        base |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(THREADS)}
     log_file = folder / "serve.log"
     with log_file.open("w") as log:
         process = subprocess.Popen(
@@ -77,4 +94,4 @@ def serve(folder: Path, **env: str) -> Iterator[Served]:
         served.wait_for("] READY:")
         yield served
     finally:
-        served.stop()
+        served.end()

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
-import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
-import psutil
 import pytest
 from openai import OpenAI
-from tests.e2e.serving import COMMAND, Served, serve
+from tests.e2e.serving import COMMAND, Served
 
 from qwen_nvfp4_serve.smoke import connect, run_checks
 
@@ -26,10 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve(tmp_path_factory.mktemp("server")) as served:
-        yield served
+@pytest.fixture
+def server(embedded: Served) -> Served:
+    return embedded
 
 
 def client(server: Served) -> OpenAI:
@@ -130,78 +122,3 @@ def test_second_server_on_the_same_port_is_refused_in_one_line(server: Served, t
     assert len(done.stderr.strip().splitlines()) == 1
     assert str(server.port) in done.stderr
     assert "PORT" in done.stderr
-
-
-def test_sigterm_with_a_stream_open_leaves_no_process_no_port_and_no_socket(tmp_path: Path) -> None:
-    with (
-        tempfile.TemporaryDirectory() as temporary,  # tmp_path is too deep for the addresses of sockets
-        serve(tmp_path, SHUTDOWN_TIMEOUT_S="1", VLLM_API_KEY="key-1", TMPDIR=temporary) as served,
-    ):
-        assert httpx.get(f"{served.url}/models").status_code == 401
-        family = psutil.Process(served.process.pid).children(recursive=True)
-        assert len(family) >= 3
-        started = threading.Event()
-        reader = threading.Thread(target=_read_long_stream, args=(served.url, started), daemon=True)
-        reader.start()
-        assert started.wait(60)
-        assert served.stop() == 0
-        assert not [path for path in Path(temporary).rglob("*") if path.is_socket()]
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert not alive
-    assert not [
-        c for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == served.port and c.status == "LISTEN"
-    ]
-    assert "key-1" not in served.log
-    reader.join(timeout=10)
-    assert not reader.is_alive()
-
-
-def test_server_killed_outright_leaves_neither_sockets_nor_files_behind(tmp_path: Path) -> None:
-    def left() -> list[Path]:
-        ours = ("vllm_dist_", "qwen-nvfp4-")  # torch's own folder is a cache, which stays
-        found = Path(temporary).rglob("*")
-        return [path for path in found if path.is_socket() or (path.name.startswith(ours) and path.suffix != ".json")]
-
-    with tempfile.TemporaryDirectory() as temporary, serve(tmp_path, TMPDIR=temporary) as served:
-        assert any(path.is_socket() for path in left())
-        assert any(path.name.startswith("vllm_dist_") for path in left())
-        served.process.kill()
-        deadline = time.monotonic() + 10
-        while left() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert left() == []
-
-
-def test_second_start_loads_what_the_first_one_compiled(tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("no g++: nothing is compiled")
-    env = {"ENFORCE_EAGER": "0", "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    for log in ("first", "second"):
-        with serve(tmp_path, **env) as served:
-            text = served.log
-        assert ("Directly load AOT compilation" in text) is (log == "second")
-        assert "load failure" not in text
-
-
-def test_server_without_a_compiler_answers_eagerly_with_one_warning(tmp_path: Path) -> None:
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in ("sh", "env", "uname", "lscpu", "python3"):
-        if found := shutil.which(name):
-            (tools / name).symlink_to(found)
-    with serve(tmp_path, PATH=str(tools), HOME=str(tmp_path), TMPDIR=str(tmp_path), ENFORCE_EAGER="0") as served:
-        assert served.log.count("no C++ compiler") == 1
-        checks = run_checks(connect(served.url, None))
-    assert all(check.ok for check in checks), checks
-
-
-def _read_long_stream(url: str, started: threading.Event) -> None:
-    body = {"model": "embedded", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    headers = {"Authorization": "Bearer key-1"}
-    try:
-        with httpx.stream("POST", f"{url}/completions", json=body, headers=headers, timeout=120) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data:"):
-                    started.set()
-    except httpx.HTTPError:
-        return
