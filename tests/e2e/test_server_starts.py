@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -15,6 +17,7 @@ import pytest
 from tests.e2e.serving import Served, serve
 
 from qwen_nvfp4_serve.smoke import connect, run_checks
+from qwen_nvfp4_serve.synthetic import ARCHITECTURES, CheckpointSpec, write_checkpoint
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(400)]
 KEY = "key-1"
@@ -67,32 +70,50 @@ def test_sigterm_with_a_stream_open_leaves_no_process_no_port_and_no_socket(bare
     assert not reader.is_alive()
 
 
-def test_server_killed_outright_leaves_neither_sockets_nor_files_behind(tmp_path: Path) -> None:
-    def left() -> list[Path]:
-        ours = ("vllm_dist_", "qwen-nvfp4-")  # torch's own folder is a cache, which stays
-        found = Path(temporary).rglob("*")
-        return [path for path in found if path.is_socket() or (path.name.startswith(ours) and path.suffix != ".json")]
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A server that found what `first`, the log of an earlier start, says it compiled; `temporary` is its TMPDIR."""
 
-    with tempfile.TemporaryDirectory() as temporary, serve(tmp_path, TMPDIR=temporary) as served:
-        assert any(path.is_socket() for path in left())
-        assert any(path.name.startswith("vllm_dist_") for path in left())
-        served.process.kill()
-        deadline = time.monotonic() + 10
-        while left() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert left() == []
+    first: str
+    server: Served
+    temporary: Path
 
 
-def test_second_start_loads_what_the_first_one_compiled(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
+    """Of a model with one layer of each kind, which compiles in a fraction of the time; the second test kills it."""
+    folder = tmp_path_factory.mktemp("compiled")
+    dims = dataclasses.replace(ARCHITECTURES["embedded"], layers=2, attention_interval=2)
+    checkpoint = write_checkpoint(folder / "model", CheckpointSpec(architecture=dims, style="ct-w4a4"))
+    with tempfile.TemporaryDirectory() as temporary:
+        env = {"ENFORCE_EAGER": "0", "HOME": str(folder), "TMPDIR": temporary, "MODEL": str(checkpoint)}
+        with serve(folder, **env) as served:
+            first = served.log
+        with serve(folder, **env) as served:
+            yield Compiled(first, served, Path(temporary))
+
+
+def test_second_start_loads_what_the_first_one_compiled(compiled: Compiled) -> None:
     if shutil.which("g++") is None:
         pytest.skip("no g++: nothing is compiled")
-    with tempfile.TemporaryDirectory() as temporary:
-        env = {"ENFORCE_EAGER": "0", "HOME": str(tmp_path), "TMPDIR": temporary}
-        for log in ("first", "second"):
-            with serve(tmp_path, **env) as served:
-                text = served.log
-            assert ("Directly load AOT compilation" in text) is (log == "second")
-            assert "load failure" not in text
+    loaded = "Directly load AOT compilation"
+    assert (loaded in compiled.first, loaded in compiled.server.log) == (False, True)
+    assert "load failure" not in compiled.first + compiled.server.log
+
+
+def test_server_killed_outright_leaves_neither_sockets_nor_files_behind(compiled: Compiled) -> None:
+    def left() -> list[Path]:
+        ours = ("vllm_dist_", "qwen-nvfp4-")  # torch's own folder is a cache, which stays
+        found = compiled.temporary.rglob("*")
+        return [path for path in found if path.is_socket() or (path.name.startswith(ours) and path.suffix != ".json")]
+
+    assert any(path.is_socket() for path in left())
+    assert any(path.name.startswith("vllm_dist_") for path in left())
+    compiled.server.process.kill()
+    deadline = time.monotonic() + 10
+    while left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left() == []
 
 
 def _read_long_stream(url: str, started: threading.Event) -> None:
