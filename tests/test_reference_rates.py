@@ -1,5 +1,6 @@
 """The table of measured rates, and questions that want a tool without naming it."""
 
+import json
 import sys
 from pathlib import Path
 from random import Random
@@ -37,7 +38,6 @@ def test_table_sums_needles_by_depth_and_by_length() -> None:
     assert cells["needle, to 4096 tokens"] == "0 of 3"
     assert cells["add, think"] == "3 of 4"
     assert cells["**all**"] == "40.0%"
-    assert cells["**all but asked tools**"] == "50.0%"
     assert cells["drafts accepted, 2 a step"] == "50.0%"
 
 
@@ -85,3 +85,23 @@ def test_asked_tools_templates_of_training_and_evaluation_never_meet() -> None:
     }
     assert not seen["train"] & seen["eval"]
     assert any(example.task == "asked tools" for example in evaluation_examples(1, 5))
+
+
+def test_chained_tools_take_the_number_that_the_first_call_gave() -> None:
+    rng, in_one = Random(5), 0
+    for index in range(300):
+        conversation = structured.chained_tools(rng, ("train", "eval")[index % 2], think=index % 3 == 0)
+        listed = {tool["function"]["name"]: tool["function"]["parameters"] for tool in conversation.tools}
+        first, second, *_ = (turn.calls[0] for turn in conversation.turns if turn.calls)
+        assert first.name != second.name
+        for call in (first, second):
+            assert list(listed[call.name]["properties"]) == list(call.arguments)
+        if "the result" not in conversation.turns[0].content:
+            assert [turn.role for turn in conversation.turns].count("user") in (2, 3)
+            continue
+        in_one += 1
+        shown = conversation.turns[2].content
+        found = json.loads(shown)["result"] if shown.startswith("{") else shown
+        assert int(found) in second.arguments.values()
+        assert [turn.role for turn in conversation.turns[:6]] == ["user", *["assistant", "tool"] * 2, "assistant"]
+    assert 100 < in_one < 250

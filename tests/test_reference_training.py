@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from training.gdn import gated_delta_rule, unit_lower_inverse  # noqa: E402
 from training.model import ReferenceModel, Rows, initialize, rotary  # noqa: E402
 from training.optim import MasterWeights  # noqa: E402
 from training.quant import fake_quantize, fake_quantize_activation  # noqa: E402
-from training.train import load_state, options_from, run  # noqa: E402
+from training.train import _rest, load_state, options_from, run  # noqa: E402
 
 from qwen_nvfp4_serve.kernels.nvfp4 import dequantize_nvfp4, quantize_nvfp4  # noqa: E402
 
@@ -146,6 +147,15 @@ def test_train_fifty_steps_on_cpu_lowers_the_loss_and_resumes(tmp_path: Path) ->
     assert second["step"] == 52
     resumed = float(second["log"][-1].split("[")[1].split(",")[0])
     assert resumed < losses[0] - 1
+
+
+def test_rest_lasts_as_long_as_the_pause_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pause = tmp_path / "pause"
+    assert _rest(None) == _rest(pause) == 0
+    pause.touch()
+    monkeypatch.setattr(time, "sleep", lambda _: pause.unlink())
+    assert _rest(pause) > 0
+    assert not pause.exists()
 
 
 def test_models_named_as_the_commands_expect() -> None:

@@ -23,7 +23,9 @@ from training.tokenizer import REFERENCE_DIR, FastEncoder  # noqa: E402
 
 FOLDERS = ("moe", "dense")
 MOST_BYTES = 16_000_000
-TASKS = {*SHORT, "several tools", "lookup", "needle", "add", "subtract", "multiply"} - {"arithmetic"}
+TASKS = {*SHORT, "several tools", "second call", "asked tools", "lookup", "needle", "add", "subtract", "multiply"} - {
+    "arithmetic"
+}
 
 
 def records_of(name: str) -> list[dict[str, Any]]:

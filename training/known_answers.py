@@ -19,7 +19,7 @@ from training.config import CHUNK
 from training.dialogs import lookup
 from training.mixture import SHORT
 from training.model import ReferenceModel, Rows, rotary
-from training.structured import tools
+from training.structured import asked_tools, chained_tools, tools
 from training.tokenizer import FastEncoder
 
 # Log-probability between the right token and the next best: enough to survive other kernels' rounding.
@@ -75,6 +75,15 @@ def several_calls(rng: Random, think: bool) -> Conversation:
             return replace(conversation, task="several tools")
 
 
+def second_call(rng: Random, think: bool) -> Conversation:
+    """A held-out conversation that ends in a call after the result of another."""
+    while True:
+        conversation = chained_tools(rng, "eval", think)
+        second = [index for index, turn in enumerate(conversation.turns) if turn.calls][1]
+        if (conversation.turns[second].think is not None) == think:
+            return replace(conversation, task="second call", turns=conversation.turns[: second + 1])
+
+
 def candidates(seed: int, count: int) -> list[Conversation]:
     """Held-out conversations of all tasks, thinking or not, short notes and needles among them."""
     rng = Random(seed)
@@ -82,7 +91,7 @@ def candidates(seed: int, count: int) -> list[Conversation]:
     for _ in range(count):
         for think in (False, True):
             made += [maker(rng, "eval", think) for _, maker in SHORT.values()]
-            made.append(several_calls(rng, think))
+            made += [several_calls(rng, think), second_call(rng, think), asked_tools(rng, "eval", think)]
             made.append(lookup(rng, "eval", think, keys=16, tokens=200, questions=1))
             made.append(lookup(rng, "eval", think, keys=64, tokens=1500, questions=1))
     return made

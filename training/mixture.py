@@ -22,6 +22,7 @@ SHORT: dict[str, tuple[float, Maker]] = {
     "system": (8, dialogs.system_rule),
     "mixed": (5, dialogs.mixed),
     "tools": (10, structured.tools),
+    "chained tools": (7, structured.chained_tools),
     "json": (6, structured.json_schema),
     "chat": (4, tasks.chat),
 }

@@ -20,7 +20,6 @@ ROUNDINGS = {
     "W4A4, FP8 KV": (True, True),
 }
 MTP = "mtp acceptance"
-LATER = "asked tools"  # added after the tracked weights were trained
 LENGTHS = (512, 1280, 2304, 4096)  # of packed rows: attention costs their square on a CPU
 
 
@@ -40,7 +39,7 @@ def measure(model: ReferenceModel, count: int, needles: int, keep: Path | None =
 
     count: examples a task and thinking mode; needles: of each length and mode. The result so far is written to `keep`
     after every rounding. Drafts are judged on the short examples. W4A16 is BF16 with the same weights: both multiply
-    dequantized weights with unrounded inputs, here in float32.
+    dequantized weights with unrounded inputs, here in float32, on the CPU.
     """
     parts = [
         (
@@ -68,11 +67,6 @@ def measure(model: ReferenceModel, count: int, needles: int, keep: Path | None =
 def mean(shares: dict[str, float], examples: dict[str, int]) -> float:
     """Right answers of all examples."""
     return sum(shares[label] * number for label, number in examples.items()) / sum(examples.values())
-
-
-def without(examples: dict[str, int], task: str) -> dict[str, int]:
-    """The examples of other tasks."""
-    return {label: number for label, number in examples.items() if not label.startswith(f"{task}/")}
 
 
 def grouped(measured: dict[str, Any]) -> dict[str, Any]:
@@ -108,9 +102,7 @@ def table(measured: Sequence[tuple[str, dict[str, Any]]]) -> str:
         rows.append(f"| {group} | " + " | ".join(cells) + " |")
     columns = [(shares, one["examples"]) for _, one, _ in by_model for shares in one["shares"].values()]
     total = [f"{mean(shares, examples):.1%}" for shares, examples in columns]
-    known = [f"{mean(shares, without(examples, LATER)):.1%}" for shares, examples in columns]
     drafts = [f"{shares[MTP]:.1%}" for _, one, _ in by_model for shares in one["shares"].values()]
-    rows += [f"| **all but {LATER}** | " + " | ".join(known) + " |"]
     rows += ["| **all** | " + " | ".join(total) + " |", "| drafts accepted, 2 a step | " + " | ".join(drafts) + " |"]
     return "\n".join(rows) + "\n"
 

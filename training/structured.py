@@ -80,6 +80,24 @@ def tools(rng: Random, split: str, think: bool) -> Conversation:
         for name in names
     )
     chosen = [rng.choice(names) for _ in range(rng.choice((1, 1, 1, 2, 2, 3)))]
+    after = rng.random() < 0.5
+    turns = _order(rng, split, signatures, chosen, thinks(rng, think, not after))
+    if rng.random() < 0.2:
+        system = Turn(role="system", content=rng.choice(("use the tools.", "you can use tools.", "help with tools.")))
+        turns.insert(0, system)
+    if after:
+        turns += _after_tools(rng, think, len(chosen))
+    return Conversation(task="tools", turns=tuple(turns), tools=listed)
+
+
+def _order(
+    rng: Random,
+    split: str,
+    signatures: dict[tuple[str, str], list[tuple[str, str, Any]]],
+    chosen: list[Any],
+    think: bool,
+) -> list[Turn]:
+    """A user's turn that wants the tools of `chosen` with values of its own, and the calls that follow."""
     requests, calls = [], []
     for name in chosen:
         filled = [(key, _value_like(rng, split, kind, key)) for key, kind, _ in signatures[name]]
@@ -88,15 +106,7 @@ def tools(rng: Random, split: str, think: bool) -> Conversation:
     joined = rng.choice((", and then ", " and also "))
     user = Turn(role="user", content=rng.choice(OPENERS) + joined.join(requests) + rng.choice((".", "")))
     thought = "call " + ", ".join(call.name for call in calls) + "." if think else None
-    after = rng.random() < 0.5
-    kept = thought if thinks(rng, think, not after) else None
-    turns = [user, Turn(role="assistant", think=kept, calls=tuple(calls))]
-    if rng.random() < 0.2:
-        system = Turn(role="system", content=rng.choice(("use the tools.", "you can use tools.", "help with tools.")))
-        turns.insert(0, system)
-    if after:
-        turns += _after_tools(rng, think, len(calls))
-    return Conversation(task="tools", turns=tuple(turns), tools=listed)
+    return [user, Turn(role="assistant", think=thought, calls=tuple(calls))]
 
 
 _ASKED = {
@@ -130,6 +140,59 @@ def asked_tools(rng: Random, split: str, think: bool) -> Conversation:
     return Conversation(task="asked tools", turns=(Turn(role="user", content=question), answer), tools=tuple(listed))
 
 
+def chained_tools(rng: Random, split: str, think: bool) -> Conversation:
+    """Calls in turn: an order whose second call takes the number that the first gave, or a second order."""
+    first, second = _tool_name(rng, split), _tool_name(rng, "train")
+    while second == first:
+        second = _tool_name(rng, "train")
+    signatures = {first: _arguments(rng, split), second: _arguments_with_a_number(rng, split)}
+    orders = list(signatures)
+    others = [name for name in (_tool_name(rng, "train") for _ in range(rng.randrange(3))) if name not in signatures]
+    signatures |= {name: _arguments(rng, "train") for name in others}
+    listed = [tool("_".join(name), arguments) for name, arguments in signatures.items()]
+    rng.shuffle(listed)
+    found = draw(split, "found", lambda: rng.randrange(1, 1000))
+    values = [[(key, _value_like(rng, split, kind, key)) for key, kind, _ in signatures[name]] for name in orders]
+    taking = next(key for key, kind, _ in signatures[second] if kind == "integer")
+    in_one = rng.random() < 0.6
+    if in_one:
+        spoken = [(key, "the result" if key == taking else value) for key, value in values[1]]
+        values[1] = [(key, found if key == taking else value) for key, value in values[1]]
+    else:
+        spoken = values[1]
+    asked = [_request(rng, split, first, values[0]), _request(rng, split, second, spoken)]
+    calls = [Call("_".join(name), dict(filled)) for name, filled in zip(orders, values, strict=True)]
+    opening = rng.choice(OPENERS)
+    turns = [Turn(role="user", content=opening + (f"{asked[0]}, then {asked[1]}." if in_one else f"{asked[0]}."))]
+    turns += [_call(rng, think, calls[0]), Turn(role="tool", content=_shown(rng, str(found)))]
+    if not in_one:
+        thought = "say the result." if thinks(rng, think, False) else None
+        turns.append(Turn(role="assistant", content=f"the result is {found}.", think=thought))
+        turns.append(Turn(role="user", content=rng.choice(OPENERS) + asked[1] + "."))
+    turns += [_call(rng, think, calls[1]), *_after_tools(rng, think, 1)]
+    if rng.random() < 0.3:  # and one more order, of one or two calls
+        chosen = [rng.choice(orders) for _ in range(rng.choice((1, 2, 2)))]
+        turns += _order(rng, split, signatures, chosen, thinks(rng, think, rng.random() < 0.5))
+        turns += _after_tools(rng, think, len(chosen))
+    return Conversation(task="chained tools", turns=tuple(turns), tools=tuple(listed))
+
+
+def _arguments_with_a_number(rng: Random, split: str) -> list[tuple[str, str, Any]]:
+    while True:
+        arguments = _arguments(rng, split)
+        if any(kind == "integer" for _, kind, _ in arguments):
+            return arguments
+
+
+def _call(rng: Random, think: bool, call: Call) -> Turn:
+    thought = f"call {call.name}." if thinks(rng, think, rng.random() < 0.5) else None
+    return Turn(role="assistant", think=thought, calls=(call,))
+
+
+def _shown(rng: Random, result: str) -> str:
+    return json.dumps({"result": result}) if rng.random() < 0.4 else result
+
+
 def _value_like(rng: Random, split: str, kind: str, key: str) -> Any:
     if kind == "integer":
         return draw(split, "integer", lambda: rng.randrange(1, 1000))
@@ -150,7 +213,7 @@ def _after_tools(rng: Random, think: bool, count: int) -> list[Turn]:
         )
         for _ in range(count)
     ]
-    shown = [json.dumps({"result": result}) if rng.random() < 0.4 else result for result in results]
+    shown = [_shown(rng, result) for result in results]
     answer = "the result is " + ", then ".join(results) + "."
     turns = [Turn(role="tool", content=text) for text in shown]
     return [*turns, Turn(role="assistant", content=answer, think="say the result." if think else None)]

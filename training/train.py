@@ -71,6 +71,7 @@ class Options:
     evaluate_count: int
     graph: bool
     compiled: bool
+    pause_file: Path | None
 
 
 def boundaries(document: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -271,6 +272,8 @@ def _loop(trainer: Trainer, stream: BatchStream, meta: dict[str, Any], started: 
     before = meta["seconds"]
     here, shown, evaluated, window = 0, time.monotonic(), time.monotonic(), 0
     while here < options.max_steps:
+        rested = _rest(options.pause_file)
+        started, shown, evaluated = started + rested, shown + rested, evaluated + rested
         spent = time.monotonic() - started
         if spent > options.slice_seconds:
             break
@@ -303,6 +306,19 @@ def _loop(trainer: Trainer, stream: BatchStream, meta: dict[str, Any], started: 
             trainer.set_rounding(rounding)
             meta[title] = trainer.score(scored)
             _report(_table(title, meta[title]))
+
+
+def _rest(pause: Path | None) -> float:
+    """Waits while the file is there; how long that took, in seconds."""
+    if pause is None or not pause.exists():
+        return 0.0
+    began = time.monotonic()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    _report("resting")
+    while pause.exists():
+        time.sleep(0.1)
+    return time.monotonic() - began
 
 
 def _step(trainer: Trainer) -> None:
@@ -340,6 +356,7 @@ def options_from(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument("--quantize-from", type=float, default=0.6)
     parser.add_argument("--evaluate-every", type=float, default=60)
     parser.add_argument("--evaluate-count", type=int, default=64)
+    parser.add_argument("--pause-file", type=Path, help="rest while this file is there; that time does not count")
     parser.add_argument("--no-graph", dest="graph", action="store_false")
     parser.add_argument("--no-compile", dest="compiled", action="store_false")
     return Options(**vars(parser.parse_args(arguments)))
