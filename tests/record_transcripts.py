@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.e2e.agent_tools import PARAMETERS, House, Job, found_in, jobs, run
+from tests.e2e.agent_tools import PARAMETERS, House, Job, jobs, run
 
 FOLDER = Path(__file__).parent / "data" / "transcripts"
 MODEL = "embedded"
@@ -86,20 +86,21 @@ class Recorder:
 
 
 def chat_job(recorder: Recorder, job: Job, *, thinking: bool, stream: bool) -> House:
-    """The job through chat: three orders, each a conversation of its own."""
-    house, found = job.house(), ""
-    for number in range(3):
-        order = (job.first, job.second(found), job.third)[number]
-        messages: list[dict[str, Any]] = [{"role": "user", "content": order}]
-        asked: dict[str, Any] = {"tools": TOOLS, "stream": stream}
-        asked["chat_template_kwargs"] = {"enable_thinking": thinking}
-        while calls := (said := recorder.chat(messages=list(messages), **asked)).get("tool_calls"):
+    """The job through chat: two orders in one conversation."""
+    house, messages = job.house(), list[dict[str, Any]]()
+    asked: dict[str, Any] = {"tools": TOOLS, "stream": stream}
+    asked["chat_template_kwargs"] = {"enable_thinking": thinking}
+    for order in (job.first, job.second):
+        messages.append({"role": "user", "content": order})
+        calls: list[dict[str, Any]] | None = None
+        while calls is None or calls:
+            said = recorder.chat(messages=list(messages), **asked)
+            calls = said.get("tool_calls") or []
             kept = {name: said[name] for name in ("role", "content", "reasoning", "tool_calls") if said.get(name)}
             messages.append({"content": None, **kept})
             for call in calls:
                 content = run(house, call["function"]["name"], call["function"]["arguments"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-        found = found_in(said["content"])
     return house
 
 
@@ -108,7 +109,7 @@ def messages_order(recorder: Recorder, job: Job, *, stream: bool) -> None:
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 2000, "temperature": 0, "stream": stream}
     body["thinking"] = {"type": "enabled", "budget_tokens": 1024}
     body["tools"] = [{"name": name, "input_schema": parameters} for name, parameters in PARAMETERS.items()]
-    first = {"role": "user", "content": job.first}
+    first = {"role": "user", "content": job.find}
     recorder.ask("/v1/messages", {**body, "messages": [first]})
     call = {"type": "tool_use", "id": "call_1", "name": "find_price", "input": {"item": job.item, "city": job.city}}
     result = {"type": "tool_result", "tool_use_id": "call_1", "content": str(job.price)}
@@ -124,7 +125,7 @@ def main() -> None:
             name = f"job-{'thinking' if thinking else 'direct'}-{'streamed' if stream else 'whole'}"
             if not job.is_done(chat_job(recorder, job, thinking=thinking, stream=stream)):
                 raise SystemExit(f"{name}: the job did not end right")
-            recorder.save(name, "three orders to an agent with tools, through chat")
+            recorder.save(name, "a conversation of two orders with an agent with tools, through chat")
     shape = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SHAPE}}
     for stream in (True, False):
         order = [{"role": "user", "content": "ok, write json for pet corn, age 335. keys pet, age"}]

@@ -1,8 +1,4 @@
-"""Work for an agent in the words that the reference model was trained on: tools with effects, and orders for them.
-
-The model was trained to call one or two tools and to say what they gave, not to call again after a result. So a job of
-several steps is several orders, each with what the last one found in it.
-"""
+"""Work for an agent in the words that the reference model was trained on: tools with effects, and orders for them."""
 
 from __future__ import annotations
 
@@ -41,7 +37,7 @@ class House:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job: find a price, order that many, and set two alarms in one go."""
+    """One conversation: an order to find a price and to order that many, then one to set two alarms in one go."""
 
     opener: str
     item: str
@@ -54,19 +50,27 @@ class Job:
         return House({f"{self.item} in {self.city}": self.price})
 
     @property
-    def first(self) -> str:
+    def find(self) -> str:
+        """An order of one call, no part of the job."""
         return f"{self.opener}find the price using item {self.item}, city {self.city}."
 
-    def second(self, found: str) -> str:
-        """The next order, with the number that the last answer gave."""
-        return f"{self.opener}add the order using item {self.item}, count {found}."
+    @property
+    def first(self) -> str:
+        """An order of two calls, the second with what the first gave."""
+        return self.find.removesuffix(".") + f", then add the order using item {self.item}, count the result."
 
     @property
-    def third(self) -> str:
+    def second(self) -> str:
+        """An order of two calls in one turn."""
         return (
             f"{self.opener}set the alarm using city {self.city}, level {self.level}"
             f" and also set the alarm using city {self.other}, level {self.price}."
         )
+
+    @property
+    def answers(self) -> tuple[str, str]:
+        """What the model says after each order."""
+        return "the result is ok.", f"the result is cold {self.level}, then cold {self.price}."
 
     def is_done(self, house: House) -> bool:
         # Calls of one turn may run in any order.
@@ -83,11 +87,6 @@ def jobs(count: int, seed: int) -> list[Job]:
         price, level = rng.sample(LEVELS, 2)
         made.append(Job(rng.choice(OPENERS), rng.choice(ITEMS), city, other, price, level))
     return made
-
-
-def found_in(answer: str) -> str:
-    """The number in `the result is 47.`"""
-    return answer.removeprefix("the result is ").removesuffix(".")
 
 
 def schema(*names: str) -> dict[str, object]:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.e2e.agent_tools import House, Job, found_in, jobs
+from tests.e2e.agent_tools import House, Job, jobs
 from tests.e2e.serving import Served
 
 pydantic_ai = pytest.importorskip("pydantic_ai")
@@ -29,32 +29,35 @@ def agent_for(server: Served, house: House, *, thinking: bool, api: str) -> Any:
     return Agent(model, tools=tools, model_settings=settings, retries=0)
 
 
-async def answer(agent: Any, order: str, *, stream: bool) -> str:
+async def answer(agent: Any, order: str, history: list[Any], *, stream: bool) -> tuple[str, list[Any]]:
+    """The last words after an order, and the conversation so far."""
     if not stream:
-        return str((await agent.run(order)).output)
-    async with agent.run_stream(order) as running:
+        whole = await agent.run(order, message_history=history)
+        return str(whole.output), whole.all_messages()
+    async with agent.run_stream(order, message_history=history) as running:
         pieces = [piece async for piece in running.stream_text(delta=True)]
-    return "".join(pieces)
+    return "".join(pieces), running.all_messages()
 
 
 async def do(server: Served, job: Job, *, thinking: bool, stream: bool, api: str = "chat") -> House:
-    """The house after the job."""
-    house = job.house()
+    """The house after the job, one conversation of two orders."""
+    house, history = job.house(), list[Any]()
     agent = agent_for(server, house, thinking=thinking, api=api)
-    found = found_in(await answer(agent, job.first, stream=stream))
-    assert found == str(job.price)
-    assert await answer(agent, job.second(found), stream=stream) == "the result is ok."
-    last = await answer(agent, job.third, stream=stream)
-    assert last == f"the result is cold {job.level}, then cold {job.price}."
+    for order, wanted in zip((job.first, job.second), job.answers, strict=True):
+        said, history = await answer(agent, order, history, stream=stream)
+        assert said == wanted, (job, house)
     return house
 
 
 @pytest.mark.parametrize("thinking", [True, False])
 def test_agent_ends_every_job_right_streamed(embedded: Served, thinking: bool, request: Any) -> None:
-    """Twenty of twenty under --full; otherwise four of them, for CI's time."""
+    """Twenty of twenty at once under --full; otherwise four of them, for CI's time."""
     some = JOBS if request.config.getoption("--full") else JOBS[:4]
-    for job in some:
-        house = asyncio.run(do(embedded, job, thinking=thinking, stream=True))
+
+    async def work() -> list[House]:
+        return await asyncio.gather(*(do(embedded, job, thinking=thinking, stream=True) for job in some))
+
+    for job, house in zip(some, asyncio.run(work()), strict=True):
         assert job.is_done(house), (job, house)
 
 

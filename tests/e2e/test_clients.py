@@ -11,7 +11,7 @@ import pytest
 from anthropic import Anthropic
 from openai import BadRequestError, OpenAI
 from pydantic import BaseModel
-from tests.e2e.agent_tools import PARAMETERS, House, Job, found_in, jobs, run
+from tests.e2e.agent_tools import PARAMETERS, House, Job, jobs, run
 from tests.e2e.serving import Served
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
@@ -62,24 +62,24 @@ def said_in_chat(client: OpenAI, messages: list[Any], *, thinking: bool, stream:
     return message
 
 
-def chat_loop(client: OpenAI, house: House, order: str, *, thinking: bool, stream: bool) -> str:
-    """The answer to `order`, after the calls it took."""
-    messages: list[Any] = [{"role": "user", "content": order}]
+def chat_loop(client: OpenAI, house: House, messages: list[Any], order: str, *, thinking: bool, stream: bool) -> str:
+    """The answer to `order`, after the calls it took; `messages` is the conversation, which goes on with them."""
+    messages.append({"role": "user", "content": order})
     for _ in range(3):
         message = said_in_chat(client, messages, thinking=thinking, stream=stream)
         assert bool(message.model_dump().get("reasoning")) is thinking
+        messages.append(message)
         if not message.tool_calls:
             return str(message.content)
-        messages.append(message)
         for call in message.tool_calls:
             content = run(house, call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
     raise AssertionError(messages)
 
 
-def responses_loop(client: OpenAI, house: House, order: str, *, thinking: bool, stream: bool) -> str:
+def responses_loop(client: OpenAI, house: House, items: list[Any], order: str, *, thinking: bool, stream: bool) -> str:
     """The same through the Responses API, which takes its own output back as input."""
-    items: list[Any] = [{"role": "user", "content": order}]
+    items.append({"role": "user", "content": order})
     drafts = [{"type": "function", **draft["function"]} for draft in DRAFTS]
     for _ in range(3):
         asked: dict[str, Any] = {"model": "embedded", "input": items, "tools": drafts, "temperature": 0}
@@ -94,18 +94,20 @@ def responses_loop(client: OpenAI, house: House, order: str, *, thinking: bool, 
             response = client.responses.create(**asked)
         assert ("reasoning" in [item.type for item in response.output]) is thinking
         calls = [item for item in response.output if item.type == "function_call"]
+        items += response.output
         if not calls:
             return str(response.output_text)
-        items += response.output
         for call in calls:
             result = run(house, call.name, call.arguments)
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": result})
     raise AssertionError(items)
 
 
-def messages_loop(client: Anthropic, house: House, order: str, *, thinking: bool, stream: bool) -> str:
+def messages_loop(
+    client: Anthropic, house: House, messages: list[Any], order: str, *, thinking: bool, stream: bool
+) -> str:
     """The same through the Messages API."""
-    messages: list[Any] = [{"role": "user", "content": order}]
+    messages.append({"role": "user", "content": order})
     drafts: list[Any] = [{"name": name, "input_schema": parameters} for name, parameters in PARAMETERS.items()]
     thinks: Any = {"type": "enabled", "budget_tokens": 1024} if thinking else {"type": "disabled"}
     for _ in range(3):
@@ -120,13 +122,14 @@ def messages_loop(client: Anthropic, house: House, order: str, *, thinking: bool
         assert ("thinking" in kinds) is thinking
         calls = [block for block in said.content if block.type == "tool_use"]
         assert said.stop_reason == ("tool_use" if calls else "end_turn")
+        messages.append({"role": "assistant", "content": said.content})
         if not calls:
             return "".join(block.text for block in said.content if block.type == "text")
         results = [
             {"type": "tool_result", "tool_use_id": call.id, "content": run(house, call.name, call.input)}
             for call in calls
         ]
-        messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": results}]
+        messages.append({"role": "user", "content": results})
     raise AssertionError(messages)
 
 
@@ -134,10 +137,9 @@ LOOPS = {"chat": chat_loop, "responses": responses_loop, "messages": messages_lo
 
 
 def do(loop: Any, client: Any, job: Job, **how: bool) -> House:
-    house = job.house()
-    found = found_in(loop(client, house, job.first, **how))
-    assert loop(client, house, job.second(found), **how) == "the result is ok."
-    assert loop(client, house, job.third, **how) == f"the result is cold {job.level}, then cold {job.price}."
+    house, conversation = job.house(), list[Any]()
+    for order, wanted in zip((job.first, job.second), job.answers, strict=True):
+        assert loop(client, house, conversation, order, **how) == wanted
     return house
 
 
@@ -173,7 +175,7 @@ def test_openai_client_streams_usage_and_thinking_under_both_names(client: OpenA
 
 
 def test_anthropic_client_counts_tokens_as_the_answer_does(anthropic: Anthropic) -> None:
-    asked: dict[str, Any] = {"model": "embedded", "messages": [{"role": "user", "content": JOB.first}]}
+    asked: dict[str, Any] = {"model": "embedded", "messages": [{"role": "user", "content": JOB.find}]}
     counted = anthropic.messages.count_tokens(**asked).input_tokens
     usage = anthropic.messages.create(max_tokens=2, **asked).usage
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
@@ -185,7 +187,7 @@ def test_anthropic_client_forces_or_forbids_a_call(anthropic: Anthropic, choice:
     said = anthropic.messages.create(
         model="embedded",
         max_tokens=200,
-        messages=[{"role": "user", "content": JOB.first}],
+        messages=[{"role": "user", "content": JOB.find}],
         tools=[{"name": name, "input_schema": parameters} for name, parameters in PARAMETERS.items()],  # type: ignore[misc]
         tool_choice=asked,
         thinking={"type": "disabled"},
@@ -206,7 +208,7 @@ def test_ten_turns_with_what_the_model_said_compute_only_what_is_new(
     messages: list[Any] = [{"role": "system", "content": f"use the tools. {thinking}"}]
     before, longest = 0, 0
     for turn in range(10):
-        messages.append({"role": "user", "content": f"{JOB.first} {turn} " + "and so on " * 40})
+        messages.append({"role": "user", "content": f"{JOB.find} {turn} " + "and so on " * 40})
         answer = client.chat.completions.create(messages=messages, extra_body=kwargs(thinking), **asked)
         usage, message = answer.usage, answer.choices[0].message
         assert usage is not None
