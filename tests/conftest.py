@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,6 +70,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     """Refuses to start where something is missing that REQUIRE names (REQUIRE=docker,nvcc)."""
+    # Who starts the tests in the background ignores it, and so would every command that a test interrupts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     required = {word.strip() for word in os.environ.get("REQUIRE", "").split(",") if word.strip()}
     if unknown := required - PROBES.keys():
         raise pytest.UsageError(f"REQUIRE names {sorted(unknown)}, expected some of {sorted(PROBES)}")

@@ -15,7 +15,7 @@ from tests import quality_stand_in
 from tests.http_stand_in import running
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
-from qwen_nvfp4_serve.reference import EMBEDDED, Given, read_answers
+from qwen_nvfp4_serve.reference import EMBEDDED, Given, one_of_each, read_answers, ready_answer
 from qwen_nvfp4_serve.smoke import connect, run_checks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,14 +161,19 @@ def test_run_checks_reference_model_is_asked_what_it_knows() -> None:
     assert checks["known answers at once"].seen == f"all {len({answer.kind for answer in KNOWN.values()})} right"
 
 
+ASKED = one_of_each(read_answers(EMBEDDED), ROOM)
+READY = ready_answer(ASKED) or ASKED[0]
+CALL = min((known for known in ASKED if known.expected.calls), key=lambda known: known.chars)
+
+
 @pytest.mark.parametrize(
     ("fault", "check"),
     [
-        ("wrong reverse-direct-1", "chat"),
+        (f"wrong {READY.id}", "chat"),
         ("wrong needle-think-1", "known answers at once"),
         ("unthinking", "streaming with thinking"),
         ("reason", "tool request"),
-        ("wrong several-tools-direct-1", "tool request"),
+        (f"wrong {CALL.id}", "tool request"),
     ],
 )
 def test_run_checks_wrong_answer_of_the_reference_model_is_found(fault: str, check: str) -> None:
