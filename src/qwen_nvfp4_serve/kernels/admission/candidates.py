@@ -76,6 +76,22 @@ class _Exact:
         """Unchanged."""
         return x
 
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: LinearWeight,
+        y: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> None:
+        """Without scales, which are for those that round."""
+        self.fill(x, weight, y, bias)
+
+    def fill(self, x: torch.Tensor, weight: LinearWeight, y: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Fills y, as `run` says."""
+        raise NotImplementedError
+
 
 class _Library(_Exact):
     """What those of our CUDA library share."""
@@ -95,15 +111,7 @@ class SmallM(_Library):
     name = "qwen-small-m"
     max_tokens: int | None = nvfp4_linear.KERNEL_TOKENS
 
-    def run(
-        self,
-        x: torch.Tensor,
-        weight: LinearWeight,
-        y: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        scales: torch.Tensor | None = None,  # noqa: ARG002
-    ) -> None:
+    def fill(self, x: torch.Tensor, weight: LinearWeight, y: torch.Tensor, bias: torch.Tensor | None) -> None:
         """One launch."""
         launch.small_m(x, weight.packed, weight.scales, weight.row_scale, bias, y)
 
@@ -115,15 +123,7 @@ class Dequantized(_Library):
     max_tokens: int | None = None
     rounds_before_bias = True  # the vendor's choice; `launch.large_m` asks for one rounding
 
-    def run(
-        self,
-        x: torch.Tensor,
-        weight: LinearWeight,
-        y: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        scales: torch.Tensor | None = None,  # noqa: ARG002
-    ) -> None:
+    def fill(self, x: torch.Tensor, weight: LinearWeight, y: torch.Tensor, bias: torch.Tensor | None) -> None:
         """A few launches for each stretch of rows."""
         shards = list(zip(weight.shard_rows, weight.shard_scales, strict=True))
         launch.large_m(x, weight.packed, weight.scales, bias, shards, y)
@@ -144,15 +144,7 @@ class Tiled(_Exact):
         """As the tiled GEMM says."""
         return tiled.supports(capability, n, k)
 
-    def run(
-        self,
-        x: torch.Tensor,
-        weight: LinearWeight,
-        y: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        scales: torch.Tensor | None = None,  # noqa: ARG002
-    ) -> None:
+    def fill(self, x: torch.Tensor, weight: LinearWeight, y: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Two launches, or three."""
         tiled.linear(x, weight, y, bias=bias)
 
