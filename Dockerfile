@@ -79,6 +79,7 @@ COPY src/qwen_nvfp4_serve/__init__.py src/qwen_nvfp4_serve/errors.py ./src/qwen_
 COPY src/qwen_nvfp4_serve/kernels/__init__.py src/qwen_nvfp4_serve/kernels/build.py ./src/qwen_nvfp4_serve/kernels/
 COPY src/qwen_nvfp4_serve/kernels/nvfp4_linear/csrc ./src/qwen_nvfp4_serve/kernels/nvfp4_linear/csrc
 COPY src/qwen_nvfp4_serve/kernels/nvfp4_moe/csrc ./src/qwen_nvfp4_serve/kernels/nvfp4_moe/csrc
+COPY src/qwen_nvfp4_serve/kernels/bf16_linear/csrc ./src/qwen_nvfp4_serve/kernels/bf16_linear/csrc
 RUN PYTHONPATH=src python3 -m qwen_nvfp4_serve.kernels.build /kernels
 
 

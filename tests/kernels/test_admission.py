@@ -67,7 +67,7 @@ def test_candidate_that_leaves_padding_is_seen_at_padded_sizes_though_the_model_
     candidate = broken.LeavesPadding()
     assert judge(candidate, Shape(128, 128)).verdict is Verdict.ADMITTED
     said: list[str] = []
-    reason = trial.try_padded(candidate, torch.device("cpu"), (12, 0), said.append)
+    reason = trial.try_padded(candidate, 4, torch.device("cpu"), (12, 0), said.append)
     assert said == ["first"]  # before each size, of which the first was enough
     assert reason is not None
     assert "unwritten or NaN at M=1, from row 128" in reason

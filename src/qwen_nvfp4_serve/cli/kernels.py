@@ -13,8 +13,18 @@ from qwen_nvfp4_serve.dims import dims_from_config
 from qwen_nvfp4_serve.errors import UnsupportedHostError
 from qwen_nvfp4_serve.host import Gpu, detect_gpus
 from qwen_nvfp4_serve.kernels import build
-from qwen_nvfp4_serve.kernels.admission import EXPERTS, EXPERTS_LIMITS, EXPERTS_SPEC, Table, admit, store, summary
-from qwen_nvfp4_serve.kernels.admission.shapes import experts_shapes, linear_shapes
+from qwen_nvfp4_serve.kernels.admission import (
+    BF16,
+    BF16_SPEC,
+    EXPERTS,
+    EXPERTS_LIMITS,
+    EXPERTS_SPEC,
+    Table,
+    admit,
+    store,
+    summary,
+)
+from qwen_nvfp4_serve.kernels.admission.shapes import bf16_shapes, experts_shapes, linear_shapes
 from qwen_nvfp4_serve.kernels.admission.table import to_json
 from qwen_nvfp4_serve.preflight import read_config
 from qwen_nvfp4_serve.serve import cache_dir
@@ -47,6 +57,8 @@ def kernels(
             )
         dims = dims_from_config(read_config(config))
         admit(linear_shapes(dims, tensor_parallel), card=cards[0], directory=directory)
+        sixteen = bf16_shapes(dims, tensor_parallel)
+        admit(sixteen, card=cards[0], directory=directory, names=BF16, spec=BF16_SPEC)
         if shapes := experts_shapes(dims, tensor_parallel):
             spec, limits = EXPERTS_SPEC, EXPERTS_LIMITS
             admit(shapes, card=cards[0], directory=directory, names=EXPERTS, spec=spec, limits=limits)

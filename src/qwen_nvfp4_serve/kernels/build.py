@@ -63,8 +63,14 @@ NVFP4_MOE = KernelLibrary(
     ("moe.cu", "moe.h", "plan.cuh"),
     (LINEAR_SOURCES / "layout.cuh", LINEAR_SOURCES / "device.cuh"),
 )
+BF16_LINEAR = KernelLibrary(
+    "bf16_linear",
+    HERE / "bf16_linear" / "csrc",
+    ("bf16_linear.cu", "bf16_linear.h"),
+    (LINEAR_SOURCES / "layout.cuh", LINEAR_SOURCES / "device.cuh"),
+)
 READ_STREAM = KernelLibrary("read_stream", LINEAR_SOURCES, ("read_stream.cu",))
-LIBRARIES = (NVFP4_LINEAR, NVFP4_MOE)
+LIBRARIES = (NVFP4_LINEAR, NVFP4_MOE, BF16_LINEAR)
 
 
 def compile_command(library: KernelLibrary, nvcc: str, target: Path, cards: Sequence[str] = CARDS) -> list[str]:

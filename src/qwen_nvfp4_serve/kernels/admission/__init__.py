@@ -24,11 +24,13 @@ SPEC = "qwen_nvfp4_serve.kernels.admission.candidates:default_candidates"
 EXPERTS = ("qwen-experts-small-m", "qwen-experts-grouped", "flashinfer-experts-grouped")
 EXACT_EXPERTS = EXPERTS[:2]  # those that leave activations as they are
 EXPERTS_SPEC = "qwen_nvfp4_serve.kernels.admission.experts:default_candidates"
+BF16 = ("qwen-bf16-small-m", "vendor-bf16")
+BF16_SPEC = "qwen_nvfp4_serve.kernels.admission.bf16:default_candidates"
 EXPERTS_LIMITS = Limits(silence_s=30.0, total_s=75.0)  # Triton compiles a kernel in seconds, on a busy machine in ten
 
 __all__ = [
-    "CANDIDATES", "EXACT", "EXACT_EXPERTS", "EXPERTS", "EXPERTS_LIMITS", "EXPERTS_SPEC", "Finding", "Limits", "Shape",
-    "Span", "Table", "Verdict", "admit", "left_out", "serving", "start_process", "summary",
+    "BF16", "BF16_SPEC", "CANDIDATES", "EXACT", "EXACT_EXPERTS", "EXPERTS", "EXPERTS_LIMITS", "EXPERTS_SPEC", "Finding",
+    "Limits", "Shape", "Span", "Table", "Verdict", "admit", "left_out", "serving", "start_process", "summary",
 ]  # fmt: skip
 
 

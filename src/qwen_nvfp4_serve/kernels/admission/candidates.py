@@ -19,7 +19,7 @@ Capability = tuple[int, int]
 
 
 class Candidate(Protocol):
-    """One way to compute y = x W^T + bias.
+    """One way to compute y = x W^T + bias, from an NVFP4 weight or from one in BF16.
 
     max_tokens: the largest M it takes, None for any. rounds_activations: it needs a checkpoint that quantizes them.
     one_scale: it has no scale for each row, so shards of unequal scale are not for it. compiles: it may still be
@@ -51,7 +51,7 @@ class Candidate(Protocol):
     def run(
         self,
         x: torch.Tensor,
-        weight: LinearWeight,
+        weight: Any,
         y: torch.Tensor,
         *,
         bias: torch.Tensor | None = None,
@@ -59,8 +59,9 @@ class Candidate(Protocol):
     ) -> None:
         """Fills y, contiguous bf16 [M, N], on the current stream.
 
-        x: contiguous bf16 [M, K], M of at least 1. scales: float32 [2] for W4A4, what activations are multiplied with
-        before they are rounded, and what products are multiplied with; None for a weight-only checkpoint.
+        x: contiguous bf16 [M, K], M of at least 1. weight: LinearWeight, or bf16 [N, K]. scales: float32 [2] for W4A4,
+        what activations are multiplied with before they are rounded, and what products are multiplied with; None for a
+        weight-only checkpoint.
         """
 
 

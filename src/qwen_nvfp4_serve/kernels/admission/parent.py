@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from qwen_nvfp4_serve.kernels.admission.table import Finding, Shape, Verdict, finding_from_json
+from qwen_nvfp4_serve.kernels.admission.table import NUMBERS, Finding, Shape, Verdict, finding_from_json
 
 TRIAL = "qwen_nvfp4_serve.kernels.admission.trial"
 WORDS = 300  # characters of a dead child's last line that are kept
@@ -147,7 +147,7 @@ def try_all(
         if verdict is None:
             break
         name = run.at.get("candidate")
-        numbers = (run.at.get(number, 0) for number in ("n", "k", "experts", "top_k"))
+        numbers = (run.at.get(number, default) for number, default in NUMBERS.items())
         where = f" at {Shape(*numbers)} in its {run.at['stage']} stage" if name else ""
         if verdict is Verdict.CRASHED:
             seen = f"ended the process{where}: {words}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qwen_nvfp4_serve.dims import Dims
-from qwen_nvfp4_serve.kernels.admission.table import Shape
+from qwen_nvfp4_serve.kernels.admission.table import BF16_BITS, Shape
 from qwen_nvfp4_serve.units import MIB
 
 VOCAB_MULTIPLE = 64  # vLLM pads the rows of lm_head to it (layers/vocab_parallel_embedding.py)
@@ -41,6 +41,11 @@ def linear_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
             found += [Shape(2 * width // cards, hidden), Shape(hidden, width // cards)]
     # The head is by far the largest, and often not quantized: last, should time run out.
     return tuple(dict.fromkeys([*found, Shape(vocab, hidden)]))
+
+
+def bf16_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
+    """The same layers as a checkpoint leaves them that does not quantize them."""
+    return tuple(Shape(shape.n, shape.k, bits=BF16_BITS) for shape in linear_shapes(dims, tensor_parallel))
 
 
 def experts_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:

@@ -12,6 +12,7 @@ from qwen_nvfp4_serve.errors import QwenNvfp4Error
 # A call of M tokens is decided by the first of these that is not less; beyond the last one, by the last.
 TIMED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 WITHOUT_LIMIT = 2**31 - 1
+NVFP4_BITS, BF16_BITS = 4, 16
 
 
 class Verdict(enum.Enum):
@@ -30,17 +31,22 @@ class Shape:
     """A weight of n output rows and k input columns, as one card holds it; or the routed experts of a block.
 
     experts, top_k: how many there are and how many a token elects; 0 for a linear layer. Then n is the gate and up rows
-    of an expert, twice its intermediate size, and k the hidden size.
+    of an expert, twice its intermediate size, and k the hidden size. bits: of a weight, NVFP4's or BF16's.
     """
 
     n: int
     k: int
     experts: int = 0
     top_k: int = 0
+    bits: int = NVFP4_BITS
 
     def __str__(self) -> str:
-        weight = f"[{self.n}, {self.k}]"
+        weight = f"[{self.n}, {self.k}]" + (" in BF16" if self.bits == BF16_BITS else "")
         return f"{self.experts} experts {weight}, {self.top_k} a token" if self.experts else weight
+
+
+# The numbers of a Shape with what stands for one that is not given.
+NUMBERS = {"n": 0, "k": 0, "experts": 0, "top_k": 0, "bits": NVFP4_BITS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +169,7 @@ def finding_from_json(value: Mapping[str, Any]) -> Finding:
         times: Sequence[Sequence[Any]] = value["times_us"]
         return Finding(
             candidate=str(value["candidate"]),
-            shape=Shape(int(value["n"]), int(value["k"]), int(value.get("experts", 0)), int(value.get("top_k", 0))),
+            shape=Shape(*(int(value.get(number, default)) for number, default in NUMBERS.items())),
             verdict=Verdict(value["verdict"]),
             reason=str(value["reason"]),
             times_us=tuple((int(tokens), float(us)) for tokens, us in times),

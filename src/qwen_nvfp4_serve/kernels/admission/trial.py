@@ -21,14 +21,15 @@ from typing import Any
 
 import torch
 
-from qwen_nvfp4_serve.kernels import nvfp4, nvfp4_linear
+from qwen_nvfp4_serve.kernels import nvfp4
 from qwen_nvfp4_serve.kernels.admission import candidates as known
 from qwen_nvfp4_serve.kernels.admission.candidates import Candidate
+from qwen_nvfp4_serve.kernels.admission.cases import INPUT_AMAX, Case, make_case
 from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS, Finding, Shape, Verdict, finding_to_json
-from qwen_nvfp4_serve.kernels.nvfp4_linear import LinearWeight, reference
+from qwen_nvfp4_serve.kernels.nvfp4_linear import reference
 
 CHECKED_TOKENS = (1, 2, 7, 8, 16, 17, 33, 64, 65, 200)
-PADDED = (Shape(200, 768), Shape(96, 512), Shape(1000, 640))  # rows that fill no tile of scales
+PADDED = ((200, 768), (96, 512), (1000, 640))  # rows that fill no tile of scales
 SCALED = (2.0**-12, 2.0**12)  # what they multiply: products beyond FP16's range, in both directions
 CHECKED_ROWS = 8192  # of the FP64 copy of a weight at a time
 MARGIN = 64  # elements behind the output that must stay as they were
@@ -38,7 +39,6 @@ MAX_COPIES = 32
 MANY_TOKENS = 256
 # A library rounds ties, and quotients, in its own way: this much of the activations' norm may differ from ours.
 ROUNDING_SHARE = 0.02
-INPUT_AMAX = 6.0
 
 Timer = Callable[[Sequence[Callable[[], object]]], float]
 
@@ -57,16 +57,6 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A random weight and activations, and for W4A4 the two scales."""
-
-    weight: LinearWeight
-    x: torch.Tensor
-    bias: torch.Tensor
-    scales: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Output:
     """A candidate's y for `factor` times the activations, with or without the bias."""
 
@@ -81,27 +71,6 @@ class Output:
 
 class WrongResultError(Exception):
     """A candidate's output is not what the definition says; the text says how."""
-
-
-def make_case(shape: Shape, device: torch.device, *, one_scale: bool, seed: int = 0) -> Case:
-    """Random codes and block scales, in two shards of unequal global scale unless `one_scale`."""
-    generator = torch.Generator(device).manual_seed(seed)
-    packed = torch.randint(0, 256, (shape.n, shape.k // 2), dtype=torch.uint8, device=device, generator=generator)
-    bytes_ = torch.randint(
-        32, 127, (shape.n, shape.k // nvfp4.BLOCK), dtype=torch.uint8, device=device, generator=generator
-    )
-    cut = shape.n // 3 // 16 * 16
-    rows, multipliers = (shape.n,), (1.7e-4,)
-    if cut and not one_scale:
-        rows, multipliers = (cut, shape.n - cut), (3.1e-5, 1.7e-4)  # type: ignore[assignment]
-    weight = nvfp4_linear.prepare_weight(packed, bytes_.view(torch.float8_e4m3fn), rows, multipliers)
-    x = torch.randn(max(TIMED_TOKENS), shape.k, device=device, generator=generator).bfloat16()
-    bias = torch.randn(shape.n, device=device, generator=generator).bfloat16()
-    inverse = nvfp4.E2M1_MAX * nvfp4.E4M3_MAX / INPUT_AMAX
-    scales = torch.tensor([inverse, multipliers[-1] / inverse], dtype=torch.float32, device=device)
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # kernels may read weights before the work ahead of them ends
-    return Case(weight, x, bias, scales)
 
 
 def check(candidate: Candidate, case: Case) -> None:
@@ -139,13 +108,13 @@ def _run_poisoned(
     candidate: Candidate, case: Case, x: torch.Tensor, *, factor: float = 1.0, biased: bool = False
 ) -> torch.Tensor:
     """The output for `factor` times x, computed twice into memory full of NaN."""
-    m, n = x.shape[0], case.weight.packed.shape[0]
+    m, n = x.shape[0], case.rows
     x, scales, bias = x * factor, _scales(candidate, case, factor), case.bias if biased else None
     results = []
     for _ in range(2):
         memory = torch.full((m * n + MARGIN,), float("nan"), dtype=torch.bfloat16, device=x.device)
         y = memory[: m * n].view(m, n)
-        candidate.run(x, case.weight, y, bias=bias, scales=scales)
+        candidate.run(x, case.weight.form, y, bias=bias, scales=scales)
         if not memory[m * n :].isnan().all():
             raise WrongResultError(f"it writes past its output at M={m}")
         results.append(y)
@@ -160,12 +129,9 @@ def _run_poisoned(
 
 def _compare(case: Case, seen: torch.Tensor, outputs: Sequence[Output]) -> None:
     """Element by element against FP64, some rows of the weight at a time."""
-    packed, row_scale = case.weight.packed, case.weight.row_scale
-    n, groups = packed.shape[0], packed.shape[1] * 2 // nvfp4.BLOCK
-    block_scale = nvfp4.unswizzle_scales(case.weight.scales, n, groups)
-    for first in range(0, n, CHECKED_ROWS):
-        rows = slice(first, min(first + CHECKED_ROWS, n))
-        dense = nvfp4.dequantize_nvfp4(packed[rows], block_scale[rows], row_scale[rows], dtype=torch.float64)
+    for first in range(0, case.rows, CHECKED_ROWS):
+        rows = slice(first, min(first + CHECKED_ROWS, case.rows))
+        dense = case.weight.dense(rows)
         expected = seen @ dense.T
         bound = reference.error_bound(seen, dense, expected)
         bias = case.bias[rows].double()
@@ -183,19 +149,14 @@ def _compare(case: Case, seen: torch.Tensor, outputs: Sequence[Output]) -> None:
 
 def time_tokens(candidate: Candidate, case: Case, timer: Timer) -> Iterator[tuple[int, float]]:
     """(M, microseconds of one call) over TIMED_TOKENS, weights going round so that none is cached."""
-    size_bytes = case.weight.packed.numel() + case.weight.scales.numel()
-    cold = case.x.is_cuda
-    copies = min(max(2, -(-COLD_BYTES // size_bytes)), MAX_COPIES) if cold else 1
-    first = case.weight
-    weights = [first] + [
-        dataclasses.replace(first, packed=first.packed.clone(), scales=first.scales.clone()) for _ in range(copies - 1)
-    ]
+    copies = min(max(2, -(-COLD_BYTES // case.weight.size_bytes)), MAX_COPIES) if case.x.is_cuda else 1
+    weights = [case.weight.form] + [case.weight.copy().form for _ in range(copies - 1)]
     scales = case.scales if candidate.rounds_activations else None
     for m in TIMED_TOKENS:
         if candidate.max_tokens is not None and m > candidate.max_tokens:
             return
         x = case.x[:m]
-        y = torch.empty(m, first.packed.shape[0], dtype=torch.bfloat16, device=x.device)
+        y = torch.empty(m, case.rows, dtype=torch.bfloat16, device=x.device)
         used = weights if m <= MANY_TOKENS else weights[:2]
         yield m, timer([partial(candidate.run, x, weight, y, scales=scales) for weight in used])
 
@@ -241,7 +202,7 @@ def try_one(
         say("first")
         scales = case.scales if candidate.rounds_activations else None
         y = torch.empty(1, shape.n, dtype=torch.bfloat16, device=device)
-        candidate.run(case.x[:1], case.weight, y, scales=scales)
+        candidate.run(case.x[:1], case.weight.form, y, scales=scales)
         synchronize(device)
         say("check")
         check(candidate, case)
@@ -253,19 +214,19 @@ def try_one(
 
 
 def try_padded(
-    candidate: Candidate, device: torch.device, capability: tuple[int, int], say: Callable[[str], None]
+    candidate: Candidate, bits: int, device: torch.device, capability: tuple[int, int], say: Callable[[str], None]
 ) -> str | None:
     """What is wrong with it at sizes that need padding, None if nothing, or if it takes none of them.
 
     `say` is told before each: one that compiles does so for each size.
     """
-    for shape in PADDED:
-        if candidate.supports(capability, shape.n, shape.k) is None:
+    for n, k in PADDED:
+        if candidate.supports(capability, n, k) is None:
             say("first")
             try:
-                check(candidate, make_case(shape, device, one_scale=candidate.one_scale))
+                check(candidate, make_case(Shape(n, k, bits=bits), device, one_scale=candidate.one_scale))
             except WrongResultError as error:
-                return f"{error} (padded size {shape})"
+                return f"{error} (padded size [{n}, {k}])"
     return None
 
 
@@ -278,7 +239,7 @@ def synchronize(device: torch.device) -> None:
 def _methods(shapes: Sequence[Shape]) -> tuple[Callable[..., Finding], Callable[..., str | None]]:
     """How one candidate is tried, for linear layers or for experts."""
     if not any(shape.experts for shape in shapes):
-        return try_one, try_padded
+        return try_one, partial(try_padded, bits=shapes[0].bits)
     from qwen_nvfp4_serve.kernels.admission import experts_trial
 
     return experts_trial.try_one, experts_trial.try_padded
@@ -305,7 +266,7 @@ def serve(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
             say("begin")
             if index == 0 and candidate.unavailable() is None:
                 say("first")
-                wrong = padded(candidate, device, capability, say)
+                wrong = padded(candidate, device=device, capability=capability, say=say)
             if wrong is None:
                 one = attempt(candidate, shape, device=device, capability=capability, timer=timer, say=say)
             else:

@@ -11,3 +11,4 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
     if (value != value) return {0x7fff};
     return {uint16_t((wide + 0x7fff + (wide >> 16 & 1)) >> 16)};
 }
+inline float __bfloat162float(__nv_bfloat16 value) { return std::bit_cast<float>(uint32_t(value.bits) << 16); }

@@ -226,7 +226,8 @@ using std::min;
 // The runtime's calls that a launch makes.
 using cudaError_t = int;
 using cudaStream_t = void*;
-constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaDevAttrComputeCapabilityMajor = 75;
+constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaDevAttrComputeCapabilityMajor = 75,
+              cudaDevAttrMultiProcessorCount = 16;
 constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 6;
 struct cudaLaunchAttribute {
     int id;
@@ -242,7 +243,7 @@ struct cudaLaunchConfig_t {
     int numAttrs;
 };
 inline int cudaGetDevice(int* device) { return *device = 0; }
-inline int cudaDeviceGetAttribute(int* value, int, int) { return *value = 9, 0; }
+inline int cudaDeviceGetAttribute(int* value, int, int) { return *value = 9, 0; }  // sm_90, nine multiprocessors
 inline const char* cudaGetErrorName(int) { return "cudaErrorInvalidValue"; }
 template <class Kernel, class Params>
 int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, const Params& params) {

@@ -11,6 +11,14 @@ __device__ __forceinline__ Word4 load_weights(const uint8_t* p) {
     return w;
 }
 
+// What the kernel ahead may have written: only after waiting for it. Kept in the first cache, as every warp reads it.
+__device__ __forceinline__ Word4 load_activations(const uint8_t* p) {
+    Word4 w;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.v[0]), "=r"(w.v[1]), "=r"(w.v[2]), "=r"(w.v[3]) : "l"(p) : "memory");
+    return w;
+}
+
 __device__ __forceinline__ void mma(float (&c)[4], Word4 a, uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])

@@ -1,0 +1,137 @@
+"""Who computes a linear layer that a checkpoint leaves in BF16, and the op that follows what was found.
+
+torch.ops.qwen_nvfp4.bf16_linear(x, weight, bias)
+
+The op looks at the number of tokens, and at the plan for its weight's shape, when it runs: neither is compiled into a
+graph. Without a plan it is the vendor's GEMM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels import bf16_linear, build
+from qwen_nvfp4_serve.kernels.admission.candidates import Candidate, Capability
+from qwen_nvfp4_serve.kernels.admission.table import BF16_BITS, Shape, Span, Table, serving
+
+ALIGNMENT_BYTES = 16
+
+
+class _Bf16:
+    """What both share: activations as they are."""
+
+    rounds_activations = False
+    one_scale = False
+    compiles = False
+
+    def activations(self, x: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG002
+        """Unchanged."""
+        return x
+
+
+class SmallM(_Bf16):
+    """Our kernel: its weights are under way before the kernel ahead has ended."""
+
+    name = "qwen-bf16-small-m"
+    max_tokens: int | None = bf16_linear.MAX_TOKENS
+    rounds_before_bias = False
+
+    def unavailable(self) -> str | None:
+        """No library, no candidate."""
+        return None if build.find(build.BF16_LINEAR) else "kernel library bf16_linear is not built"
+
+    def supports(self, capability: Capability, n: int, k: int) -> str | None:
+        """As the kernel says."""
+        return bf16_linear.supports(capability, n, k)
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> None:
+        """One launch."""
+        bf16_linear.small_m(x, weight, bias, y)
+
+
+class Vendor(_Bf16):
+    """What torch takes."""
+
+    name = "vendor-bf16"
+    max_tokens: int | None = None
+    rounds_before_bias = True
+
+    def unavailable(self) -> str | None:
+        """Always there."""
+        return None
+
+    def supports(self, capability: Capability, n: int, k: int) -> str | None:  # noqa: ARG002
+        """Everything."""
+        return None
+
+    def run(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        y: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        scales: torch.Tensor | None = None,  # noqa: ARG002
+    ) -> None:
+        """One GEMM, or two launches."""
+        if bias is None:
+            torch.mm(x, weight.T, out=y)
+        else:
+            torch.addmm(bias, x, weight.T, out=y)
+
+
+def default_candidates() -> tuple[Candidate, ...]:
+    """Ours first."""
+    return (SmallM(), Vendor())
+
+
+_plans: dict[tuple[int, int], tuple[Span, ...]] = {}
+
+
+def follow(table: Table, shapes: Sequence[Shape]) -> Mapping[tuple[int, int], tuple[Span, ...]]:
+    """From now on the op serves weights of these shapes as the table says; what it follows."""
+    _plans.clear()
+    _plans.update({(shape.n, shape.k): serving(table, shape) for shape in shapes if shape.bits == BF16_BITS})
+    return _plans
+
+
+def _bf16_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    n, k = weight.shape
+    if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or x.shape[-1] != k:
+        seen = f"{x.dtype} {tuple(x.shape)} with a weight in {weight.dtype}"
+        raise UsageError("activations of a BF16 layer", seen=seen, expected=f"bfloat16 [.., {k}], twice")
+    tokens = x.reshape(-1, k)
+    m = tokens.shape[0]
+    spans = _plans.get((n, k), ())
+    name = next((span.candidate for span in spans if m <= span.until), Vendor.name)
+    unaligned = weight.data_ptr() % ALIGNMENT_BYTES or not weight.is_contiguous()
+    if name != SmallM.name or m == 0 or unaligned:
+        return torch.nn.functional.linear(x, weight, bias)
+    if tokens.stride(-1) != 1 or tokens.stride(0) * tokens.element_size() % ALIGNMENT_BYTES:
+        tokens = tokens.contiguous()
+    if tokens.data_ptr() % ALIGNMENT_BYTES:
+        tokens = tokens.clone()
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    bf16_linear.small_m(tokens, weight, bias, y)
+    return y.view(*x.shape[:-1], n)
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG001
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+op = torch.library.custom_op(
+    "qwen_nvfp4::bf16_linear", _bf16_linear, mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+)
+op.register_fake(_fake)

@@ -1,0 +1,65 @@
+"""y = x W^T for the layers that an NVFP4 checkpoint leaves in BF16, for few tokens.
+
+They are most of the bytes of a decode step where the delta net's projections and the head are not quantized, and the
+vendor's GEMM is made for other sizes. No torch code of its own: `small_m` launches the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from qwen_nvfp4_serve.kernels.bf16_linear import binding
+from qwen_nvfp4_serve.kernels.nvfp4_linear import CAPABILITIES
+
+MAX_TOKENS = 16
+K_MULTIPLE = 128
+N_LIMIT = 2**21  # rows are counted in 32 bits
+
+__all__ = ["K_MULTIPLE", "MAX_TOKENS", "N_LIMIT", "small_m", "supports"]
+
+
+def supports(capability: tuple[int, int], n: int, k: int) -> str | None:
+    """None if the kernel takes an [n, k] weight on a card of this compute capability, else the reason it does not."""
+    if capability not in CAPABILITIES:
+        return f"compute capability {capability[0]}.{capability[1]} is not among those compiled"
+    if k % K_MULTIPLE or k < K_MULTIPLE:
+        return f"K = {k} is not a multiple of {K_MULTIPLE}"
+    if not 0 < n <= N_LIMIT:
+        return f"N = {n} is not in 1..{N_LIMIT}"
+    return None
+
+
+def small_m(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    *,
+    variant: int = -1,
+    dependent: bool = True,
+) -> None:
+    """Fills y [M, N] on the current stream, for M of at most 16. No checks: callers have made them.
+
+    x: bf16 [M, K], rows 16-byte aligned. weight: bf16 [N, K], contiguous, 16-byte aligned. bias: bf16 [N] or None.
+    variant overrides the choice made for M, for measurements. The kernel reads weights before the kernel ahead of it
+    has ended: synchronize once after loading them.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    with torch.cuda.device(x.device):
+        call = binding.Bf16LinearCall(
+            weight=weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            x=x.data_ptr(),
+            y=y.data_ptr(),
+            x_stride=x.stride(0),
+            y_stride=y.stride(0),
+            m=m,
+            n=n,
+            k=k,
+            variant=variant,
+            dependent=int(dependent),
+        )
+        error = binding.library().bf16_linear(ctypes.byref(call), torch.cuda.current_stream().cuda_stream)
+    binding.check(error, f"BF16 linear of {m} tokens, [{n}, {k}]")
