@@ -4,8 +4,9 @@ Not a test. Needs vLLM, nvcc and Triton; everything goes to OUT as JSON and logs
 that what is timed has the card to itself and the minutes in which engines compile are used:
 
     build, admission        with nothing beside them
-    engines start           stock and ours of each model, all at once; meanwhile engine logs and known answers
-    engines are measured    one at a time
+    engines start           stock and ours of each model, all at once; meanwhile how many experts are elected,
+                            and with --beside engine logs and known answers
+    engines are measured    one at a time; then the first model's start once more, compiled and alone
     kernels                 the experts and the linear layers beside Marlin, as long as there is time
 """
 
@@ -31,7 +32,7 @@ from qwen_nvfp4_serve.units import GIB
 # Architecture, context, and the depths that are measured.
 MODELS = {"35b": ("35b-a3b", 262_144, (65_536, 261_632)), "27b": ("27b", 70_000, (65_536,))}
 POOL_GIB = 6  # holds one request of the 35B's whole context, and eight short ones of either model
-START_S, KERNELS_S, SIDE_S = 420.0, 150.0, 240.0
+START_S, AGAIN_S, KERNELS_S, SIDE_S = 420.0, 120.0, 150.0, 240.0
 CLI = "from qwen_nvfp4_serve.cli import main; main()"
 KNOWN = {
     "stock": {"linear_backend": "marlin", "moe_backend": "marlin"},
@@ -97,8 +98,8 @@ def write_config(folder: Path, architecture: str) -> None:
     (folder / "config.json").write_text(json.dumps(model_config(spec)))
 
 
-def start_engine(visit: Visit, model: str, label: str) -> subprocess.Popen[bytes]:
-    """One engine that waits at its gate once it is up."""
+def start_engine(visit: Visit, model: str, label: str, again: str = "") -> subprocess.Popen[bytes]:
+    """One engine that waits at its gate once it is up. again: what its files are called besides."""
     _, context, depths = MODELS[model]
     backend, options = LABELS[label]
     spec: dict[str, Any] = {
@@ -116,15 +117,41 @@ def start_engine(visit: Visit, model: str, label: str) -> subprocess.Popen[bytes
         "prefills": [2048, 8192],
         "depths": depths,
     }
-    name = f"engine-{model}-{label}"
+    name = f"engine-{model}-{label}{again}"
     (visit.out / f"{name}.spec.json").write_text(json.dumps(spec, indent=1))
     words = [str(visit.out / f"{name}.spec.json"), str(visit.out / f"{name}.json"), str(visit.out / name)]
     return visit.start(name, module("qwen_nvfp4_serve.bench.engine_worker", *words), QWEN_NVFP4_BACKEND=backend)
 
 
-def engines(visit: Visit, models: Sequence[str]) -> None:
-    """Starts all, uses their start for what is not timed, then measures one after another."""
+def await_ready(visit: Visit, name: str, engine: subprocess.Popen[bytes], deadline_s: float) -> None:
+    """Waits at an engine's gate."""
+    ready = visit.out / f"{name}.ready"
+    while not ready.exists() and engine.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    say(f"{name}: {'ready' if ready.exists() else 'not ready'}")
+
+
+def engines(visit: Visit, models: Sequence[str], *, beside: bool) -> None:
+    """Starts all, uses their start for what is not timed if told so, then measures one after another."""
+    began_s = time.monotonic()
     running = {(model, label): start_engine(visit, model, label) for model in models for label in LABELS}
+    if beside:
+        beside_engines(visit)
+    for (model, label), engine in running.items():
+        await_ready(visit, f"engine-{model}-{label}", engine, began_s + min(START_S, visit.left_s()))
+    for (model, label), engine in running.items():
+        (visit.out / f"engine-{model}-{label}.go").touch()
+        visit.finish(f"engine-{model}-{label}", engine, 120.0)
+    # With everything compiled, and nothing beside it: what a user's second start takes.
+    for label in LABELS:
+        again = start_engine(visit, models[0], label, "-again")
+        await_ready(visit, f"engine-{models[0]}-{label}-again", again, time.monotonic() + min(AGAIN_S, visit.left_s()))
+        again.kill()
+        again.wait()
+
+
+def beside_engines(visit: Visit) -> None:
+    """Engine logs, known answers, elected experts: nothing of it is timed."""
     logs = visit.start("engine-logs", module("tests.record_engine_logs", str(visit.out / "engine_logs.json")))
     for name, options in KNOWN.items():
         backend = LABELS["stock" if name == "stock" else "ours"][0]
@@ -132,15 +159,6 @@ def engines(visit: Visit, models: Sequence[str]) -> None:
         asked = visit.start(f"known-{name}", command, QWEN_NVFP4_BACKEND=backend)
         visit.finish(f"known-{name}", asked, SIDE_S)
     visit.finish("engine-logs", logs, SIDE_S)
-    deadline = time.monotonic() + min(START_S, visit.left_s())
-    for (model, label), engine in running.items():
-        ready = visit.out / f"engine-{model}-{label}.ready"
-        while not ready.exists() and engine.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.2)
-        say(f"engine-{model}-{label}: {'ready' if ready.exists() else 'not ready'}")
-    for (model, label), engine in running.items():
-        (visit.out / f"engine-{model}-{label}.go").touch()
-        visit.finish(f"engine-{model}-{label}", engine, 120.0)
 
 
 def table(out: Path, models: Sequence[str]) -> str:
@@ -155,8 +173,9 @@ def table(out: Path, models: Sequence[str]) -> str:
             keys = next((run[kind] for run in runs.values() if run), {})
             for key in keys:
                 rates = [run[kind][key]["median"] if run else None for run in runs.values()]
-                ratio = f"{rates[1] / rates[0]:.3f}" if all(rates) else "-"
-                lines.append(f"{model} {kind} {key}: {' '.join(f'{r:.1f}' if r else '-' for r in rates)} ratio {ratio}")
+                ratios = [f"{rate / rates[0]:.3f}" if rate and rates[0] else "-" for rate in rates]
+                shown = " ".join(f"{rate:.1f}" if rate else "-" for rate in rates)
+                lines.append(f"{model} {kind} {key}: {shown} ratios {' '.join(ratios)}")
     for path in sorted(out.glob("known-*.json")):
         known = json.loads(path.read_text())
         lines.append(f"{path.stem}: wrong {known['wrong']} of {known['asked']}, alone {known['wrong_alone']}")
@@ -169,6 +188,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--beside", action="store_true", help="engine logs and known answers while engines start")
     parser.add_argument("--marlin", type=Path, help="vLLM's _C_stable_libtorch, for the linear layers beside Marlin")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
@@ -180,7 +200,10 @@ def main() -> None:
             write_config(chosen.out / model, MODELS[model][0])
             words = ["kernels", "--config", str(chosen.out / model), "--json"]
             visit.run(f"admission-{model}", [sys.executable, "-c", CLI, *words], 180)
-        engines(visit, chosen.models)
+        elected = module("tests.elected_on_card", str(chosen.out / chosen.models[0]), str(chosen.out / "elected.json"))
+        counted = visit.start("elected", elected, QWEN_NVFP4_BACKEND="stock")
+        engines(visit, chosen.models, beside=chosen.beside)
+        visit.finish("elected", counted, SIDE_S)
         moe = str(chosen.out / "moe.json")
         visit.run("moe", module("qwen_nvfp4_serve.kernels.nvfp4_moe.measure", moe), KERNELS_S)
         linear = [str(chosen.out / "linear.json"), *(["--marlin", str(chosen.marlin)] if chosen.marlin else [])]

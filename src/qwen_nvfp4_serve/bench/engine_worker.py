@@ -80,7 +80,7 @@ def measure(spec: EngineSpec, label: str, overrides: dict[str, Any], gate: str |
     load_s = time.perf_counter() - began_s
     if gate is not None:
         wait_at(gate)
-    timer = _Timer(engine, spec)
+    timer = Timer(engine, spec)
     timer.seconds(spec.short, 1)
     decode = {}
     for streams in spec.streams:
@@ -112,7 +112,7 @@ def measure(spec: EngineSpec, label: str, overrides: dict[str, Any], gate: str |
     return run
 
 
-class _Timer:
+class Timer:
     """Times whole answers; each prompt is new, so that no cache answers."""
 
     def __init__(self, engine: Any, spec: EngineSpec):
@@ -120,21 +120,22 @@ class _Timer:
 
     def seconds(self, tokens: int, streams: int, prompt: int | None = None) -> float:
         """How long `streams` answers of `tokens` take together."""
-        prompts = self._prompts(streams, prompt or self.spec.prompt)
+        prompts = self.prompts(streams, prompt or self.spec.prompt)
         start_s = time.perf_counter()
         self._answers(prompts, tokens)
         return time.perf_counter() - start_s
 
     def behind(self, depth: int) -> DepthRates:
         """Rates of one answer behind `depth` tokens, by the engine's time stamps."""
-        (answer,) = self._answers(self._prompts(1, depth), self.spec.long)
+        (answer,) = self._answers(self.prompts(1, depth), self.spec.long)
         stamps = answer.metrics
         return DepthRates(
             prefill=depth / (stamps.first_token_ts - stamps.scheduled_ts),
             decode=(self.spec.long - 1) / (stamps.last_token_ts - stamps.first_token_ts),
         )
 
-    def _prompts(self, streams: int, tokens: int) -> list[dict[str, list[int]]]:
+    def prompts(self, streams: int, tokens: int) -> list[dict[str, list[int]]]:
+        """New ones, of tokens that any vocabulary has."""
         prompts = []
         for _ in range(streams):
             self.sent += 1

@@ -1,0 +1,60 @@
+"""How many experts the streams of the engine bench elect: python -m tests.elected_on_card MODEL_FOLDER OUT.json
+
+Not a test. Dummy weights and prompts as the bench has them, eager, on vLLM's own router: a call whose elections are
+recorded is left to it by our kernels too, and both elect from the same logits: one count holds for stock and ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from qwen_nvfp4_serve.bench import dummy_weights
+from qwen_nvfp4_serve.bench.engine import EngineSpec
+from qwen_nvfp4_serve.bench.engine_worker import DEFAULTS, ENVIRONMENT, Timer
+from qwen_nvfp4_serve.kernels.admission.card_report import ENGINE, LABELS
+
+STREAMS, PROMPT, ANSWER = 8, 128, 48
+POOL_BYTES = 1 << 30
+
+
+def main() -> None:
+    """Writes {streams, distinct: {mean, low, high}, layers, steps}."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    numpy, vllm = import_module("numpy"), import_module("vllm")
+    if not dummy_weights.install():
+        raise SystemExit("vLLM's own dummy weights: every token elects the same experts")
+    options: dict[str, Any] = {
+        **DEFAULTS,
+        **ENGINE,
+        **LABELS["stock"][1],
+        "model": sys.argv[1],
+        "max_model_len": 4096,
+        "enforce_eager": True,
+        "enable_return_routed_experts": True,
+        "gpu_memory_utilization": 0.2,
+        "kv_cache_memory_bytes": POOL_BYTES,
+        "skip_tokenizer_init": True,
+    }
+    engine = vllm.LLM(**options)
+    prompts = Timer(engine, EngineSpec(model_folder=sys.argv[1], configurations={})).prompts(STREAMS, PROMPT)
+    sampling = vllm.SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0, detokenize=False)
+    answers = engine.generate(prompts, sampling, use_tqdm=False)
+    elected = [numpy.asarray(answer.outputs[0].routed_experts) for answer in answers]  # [positions, layers, top_k]
+    last = min(one.shape[0] for one in elected)
+    positions, layers = range(last - ANSWER + 2, last), elected[0].shape[1]
+    counts = [len(numpy.unique([one[p, layer] for one in elected])) for p in positions for layer in range(layers)]
+    distinct = {"mean": sum(counts) / len(counts), "low": min(counts), "high": max(counts)}
+    found = {"streams": STREAMS, "distinct": distinct, "layers": layers, "steps": len(positions)}
+    Path(sys.argv[2]).write_text(json.dumps(found, indent=1))
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # vLLM's own end takes long
+
+
+if __name__ == "__main__":
+    main()
