@@ -4,10 +4,10 @@ Not a test. Needs vLLM, nvcc and Triton; everything goes to OUT as JSON and logs
 that what is timed has the card to itself and the minutes in which engines compile are used:
 
     build, admission        with nothing beside them
-    engines start           stock and ours of each model, all at once; meanwhile how many experts are elected,
-                            and with --beside engine logs and known answers
+    engines start           stock and ours of each model, all at once; with --beside meanwhile engine logs and known answers
     engines are measured    one at a time; then the first model's start once more, compiled and alone
     kernels                 the experts and the linear layers beside Marlin, as long as there is time
+    elected                 how many experts eight streams elect
 """
 
 from __future__ import annotations
@@ -200,14 +200,13 @@ def main() -> None:
             write_config(chosen.out / model, MODELS[model][0])
             words = ["kernels", "--config", str(chosen.out / model), "--json"]
             visit.run(f"admission-{model}", [sys.executable, "-c", CLI, *words], 180)
-        elected = module("tests.elected_on_card", str(chosen.out / chosen.models[0]), str(chosen.out / "elected.json"))
-        counted = visit.start("elected", elected, QWEN_NVFP4_BACKEND="stock")
         engines(visit, chosen.models, beside=chosen.beside)
-        visit.finish("elected", counted, SIDE_S)
         moe = str(chosen.out / "moe.json")
         visit.run("moe", module("qwen_nvfp4_serve.kernels.nvfp4_moe.measure", moe), KERNELS_S)
         linear = [str(chosen.out / "linear.json"), *(["--marlin", str(chosen.marlin)] if chosen.marlin else [])]
         visit.run("linear", module("qwen_nvfp4_serve.kernels.nvfp4_linear.measure", *linear), KERNELS_S)
+        counted = [str(chosen.out / chosen.models[0]), str(chosen.out / "elected.json")]
+        visit.run("elected", module("tests.elected_on_card", *counted), SIDE_S)
     print(table(chosen.out, chosen.models))
 
 
