@@ -4,7 +4,8 @@ Not a test. Needs vLLM, nvcc and Triton; everything goes to OUT as JSON and logs
 that what is timed has the card to itself and the minutes in which engines compile are used:
 
     build, admission        with nothing beside them
-    engines start           stock and ours of each model, all at once; with --beside meanwhile engine logs and known answers
+    engines start           stock and ours of each model, all at once; with --beside engine logs and known
+                            answers meanwhile
     engines are measured    one at a time; then the first model's start once more, compiled and alone
     kernels                 the experts and the linear layers beside Marlin, as long as there is time
     elected                 how many experts eight streams elect
