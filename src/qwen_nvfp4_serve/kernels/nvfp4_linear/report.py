@@ -25,8 +25,8 @@ def tables(result: dict[str, Any]) -> str:
     fastest = "the fastest of ours (t: the tiled GEMM)" if _has_tiled(result) else "ours"
     parts = [
         f"{result['card']}, torch {result['torch']}, Marlin of vLLM {result['vllm']}, code {result['commit']}; "
-        f"a plain read reaches {result['read_gbps']:.0f} GB/s. Microseconds of {fastest}, in brackets Marlin's time over "
-        "it."
+        f"a plain read reaches {result['read_gbps']:.0f} GB/s. "
+        f"Microseconds of {fastest}, in brackets Marlin's time over it."
     ]
     for model, tokens in GROUPS:
         rows = [row for row in result["rows"] if row["shape"].startswith(model + "/")]
