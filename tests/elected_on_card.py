@@ -37,6 +37,7 @@ def main() -> None:
         "max_model_len": 4096,
         "enforce_eager": True,
         "enable_return_routed_experts": True,
+        "enable_prefix_caching": True,  # what records them asks for it
         "gpu_memory_utilization": 0.2,
         "kv_cache_memory_bytes": POOL_BYTES,
         "skip_tokenizer_init": True,

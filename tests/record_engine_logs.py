@@ -60,6 +60,7 @@ def options(setting: dict[str, Any], folder: Path) -> dict[str, Any]:
         "max_model_len": CONTEXT,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 4096,
+        "gpu_memory_utilization": 0.05,  # what must be free at the start: others may have the rest of the card
         "kv_cache_memory_bytes": POOL_GIB * GIB,
         "kv_cache_dtype": setting.get("kv_cache_dtype", "fp8"),
         "enable_prefix_caching": setting.get("prefix_caching", True),

@@ -56,7 +56,7 @@ def kernel_class() -> Any:
                 adopt(layer)
                 layer.nvfp4_stock_kernel = None
             except UsageError as error:
-                _logger().warning_once("%s: left to vLLM's own kernel", error)
+                _logger().warning_once("%s: left to vLLM's own kernel", str(error))
                 weight_only = getattr(layer, "input_global_scale_inv", None) is None
                 layer.nvfp4_stock_kernel = stock_kernel(use_a16=weight_only)
                 layer.nvfp4_stock_kernel.process_weights_after_loading(layer)

@@ -122,7 +122,7 @@ class Dequantized(_Library):
 
     name = "qwen-dequantized"
     max_tokens: int | None = None
-    rounds_before_bias = True  # the vendor's choice; `launch.large_m` asks for one rounding
+    rounds_before_bias = True
 
     def fill(self, x: torch.Tensor, weight: LinearWeight, y: torch.Tensor, bias: torch.Tensor | None) -> None:
         """A few launches for each stretch of rows."""
