@@ -82,7 +82,8 @@ def large_m(  # noqa: PLR0917
 ) -> None:
     """Fills y [M, N] through the bf16 workspace, a bounded number of weight rows at a time.
 
-    shards: rows and global scale of each. The scale is the GEMM's alpha; a bias is added to rounded results. Sums are kept in float32 whatever torch's setting for bf16 reductions.
+    shards: rows and global scale of each. The scale is the GEMM's alpha; a bias is added to rounded results. Sums are
+    kept in float32 whatever torch's setting for bf16 reductions.
     """
     n, k = packed.shape[0], x.shape[1]
     workspace = _dequantized_workspace(x.device)

@@ -50,7 +50,7 @@ def _has_tiled(result: dict[str, Any]) -> bool:
 
 def served_us(row: dict[str, Any]) -> float:
     """Microseconds of the fastest of ours, which an admission would take."""
-    return min(us for us in (row["ours_us"], row.get("tiled_us")) if us)
+    return float(min(us for us in (row["ours_us"], row.get("tiled_us")) if us))
 
 
 def _cell(row: dict[str, Any]) -> str:
