@@ -8,8 +8,11 @@
 #include "device.cuh"
 
 #if !defined(BF16_VARIANTS)
-// Tiles of tokens, rows of a block, 16-byte loads of a row in a batch, batches under way, warps, CTAs per multiprocessor.
-#define BF16_VARIANTS variant<1, 16, 4, 2, 16, 1>(), variant<2, 16, 2, 2, 8, 2>()
+// Tiles of tokens, rows of a block, 16-byte loads of a row in a batch, batches under way, warps, CTAs per multiprocessor,
+// and whether it is for few rows. Chosen from all that were measured: docs/kernels.md.
+#define BF16_VARIANTS                                                                            \
+    variant<1, 8, 4, 3, 8, 2>(true), variant<2, 16, 2, 2, 16, 1>(true), variant<1, 16, 2, 2, 8, 3>(false), \
+        variant<2, 16, 2, 2, 8, 2>(false)
 #endif
 
 #include <cuda_bf16.h>
@@ -175,12 +178,13 @@ using DenseKernel = void (*)(DenseParams);
 
 struct DenseVariant {
     int tokens, warps, blocks, rows, loads;
+    bool few_rows;
     DenseKernel kernel;
 };
 
 template <int Tiles, int Rows, int Loads, int Depth, int Warps, int MinBlocks>
-constexpr DenseVariant variant() {
-    return {Tiles * 8, Warps, MinBlocks, Rows, Loads, dense_kernel<Tiles, Rows, Loads, Depth, Warps, MinBlocks>};
+constexpr DenseVariant variant(bool few_rows) {
+    return {Tiles * 8, Warps, MinBlocks, Rows, Loads, few_rows, dense_kernel<Tiles, Rows, Loads, Depth, Warps, MinBlocks>};
 }
 
 const DenseVariant kDenseVariants[] = {BF16_VARIANTS};
@@ -194,7 +198,7 @@ using namespace nvfp4;
 int32_t bf16_linear_variant(int32_t index, Bf16LinearVariant* variant) {
     if (index < 0 || index >= kDenseVariantCount) return -1;
     const DenseVariant& v = kDenseVariants[index];
-    *variant = {v.tokens, v.warps, v.blocks, v.rows, v.loads};
+    *variant = {v.tokens, v.warps, v.blocks, v.rows, v.loads, v.few_rows};
     return 0;
 }
 
@@ -203,16 +207,18 @@ int32_t bf16_linear_call_bytes(void) { return sizeof(Bf16LinearCall); }
 const char* bf16_error_name(int32_t error) { return cudaGetErrorName(static_cast<cudaError_t>(error)); }
 
 int32_t bf16_linear(const Bf16LinearCall* call, void* stream) {
-    int index = call->variant;
-    for (int i = 0; index < 0 && i < kDenseVariantCount; ++i)
-        if (kDenseVariants[i].tokens >= call->m) index = i;
-    if (index < 0 || index >= kDenseVariantCount || call->m < 1 || call->m > kDenseVariants[index].tokens) return cudaErrorInvalidValue;
-    const DenseVariant& v = kDenseVariants[index];
-    if (call->n < 1 || call->k < 1 || call->k % (v.loads * 4 * kChunk)) return cudaErrorInvalidValue;
     int device = 0, major = 0, multiprocessors = 0;
     if (const auto error = cudaGetDevice(&device)) return error;
     if (const auto error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
     if (const auto error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return error;
+    // Few: blocks of 16 rows, one a multiprocessor, hold them all.
+    const bool few_rows = call->n <= 16 * multiprocessors;
+    int index = call->variant;
+    for (int i = 0; index < 0 && i < kDenseVariantCount; ++i)
+        if (kDenseVariants[i].tokens >= call->m && kDenseVariants[i].few_rows == few_rows) index = i;
+    if (index < 0 || index >= kDenseVariantCount || call->m < 1 || call->m > kDenseVariants[index].tokens) return cudaErrorInvalidValue;
+    const DenseVariant& v = kDenseVariants[index];
+    if (call->n < 1 || call->k < 1 || call->k % (v.loads * 4 * kChunk)) return cudaErrorInvalidValue;
     const int columns = v.warps * v.loads * 4 * kChunk;
     const DenseParams params{static_cast<const uint8_t*>(call->weight), static_cast<const __nv_bfloat16*>(call->bias),
                              static_cast<const uint8_t*>(call->x), static_cast<__nv_bfloat16*>(call->y),
