@@ -3,12 +3,12 @@
 Not a test. Needs vLLM, nvcc and Triton; everything goes to OUT as JSON and logs, a table comes last. In this order, so
 that what is timed has the card to itself and the minutes in which engines compile are used:
 
-    build, admission        with nothing beside them
-    engines start           stock and ours of each model, all at once; with --beside engine logs and known
-                            answers meanwhile
-    engines are measured    one at a time; then the first model's start once more, compiled and alone
-    kernels                 the experts and the linear layers beside Marlin, as long as there is time
-    elected                 how many experts eight streams elect
+    engines    build, admission; stock and ours of each model start all at once and are measured one at a time; then the
+               first model's start once more, compiled and alone
+    known      known answers of the embedded model: stock, then ours compiled, eager and with drafts; with logs: the
+               engine logs for the planner meanwhile
+    kernels    the experts, the BF16 and the linear layers beside vLLM's, as long as there is time
+    elected    how many experts eight streams elect
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from qwen_nvfp4_serve.units import GIB
 MODELS = {"35b": ("35b-a3b", 262_144, (65_536, 261_632)), "27b": ("27b", 70_000, (65_536,))}
 POOL_GIB = 6  # holds one request of the 35B's whole context, and eight short ones of either model
 START_S, AGAIN_S, KERNELS_S, SIDE_S = 420.0, 120.0, 150.0, 240.0
+PARTS = ("engines", "known", "logs", "kernels", "elected")
 CLI = "from qwen_nvfp4_serve.cli import main; main()"
 KNOWN = {
     "stock": {"linear_backend": "marlin", "moe_backend": "marlin"},
@@ -132,12 +133,13 @@ def await_ready(visit: Visit, name: str, engine: subprocess.Popen[bytes], deadli
     say(f"{name}: {'ready' if ready.exists() else 'not ready'}")
 
 
-def engines(visit: Visit, models: Sequence[str], *, beside: bool) -> None:
-    """Starts all, uses their start for what is not timed if told so, then measures one after another."""
+def engines(visit: Visit, models: Sequence[str]) -> None:
+    """Admits kernels, starts all engines, then measures one after another."""
+    for model in models:
+        words = ["kernels", "--config", str(visit.out / model), "--json"]
+        visit.run(f"admission-{model}", [sys.executable, "-c", CLI, *words], 180)
     began_s = time.monotonic()
     running = {(model, label): start_engine(visit, model, label) for model in models for label in LABELS}
-    if beside:
-        beside_engines(visit)
     for (model, label), engine in running.items():
         await_ready(visit, f"engine-{model}-{label}", engine, began_s + min(START_S, visit.left_s()))
     for (model, label), engine in running.items():
@@ -151,15 +153,33 @@ def engines(visit: Visit, models: Sequence[str], *, beside: bool) -> None:
         again.wait()
 
 
-def beside_engines(visit: Visit) -> None:
-    """Engine logs, known answers, elected experts: nothing of it is timed."""
-    logs = visit.start("engine-logs", module("tests.record_engine_logs", str(visit.out / "engine_logs.json")))
-    for name, options in KNOWN.items():
-        backend = LABELS["stock" if name == "stock" else "ours"][0]
-        command = module("tests.known_on_card", str(visit.out / f"known-{name}.json"), json.dumps(options))
-        asked = visit.start(f"known-{name}", command, QWEN_NVFP4_BACKEND=backend)
-        visit.finish(f"known-{name}", asked, SIDE_S)
-    visit.finish("engine-logs", logs, SIDE_S)
+def known(visit: Visit, *, logs: bool) -> None:
+    """Known answers, and engine logs beside them: nothing of it is timed."""
+    recording = None
+    if logs:
+        recording = visit.start("engine-logs", module("tests.record_engine_logs", str(visit.out / "engine_logs.json")))
+    for together in (["stock"], [name for name in KNOWN if name != "stock"]):
+        asked = {}
+        for name in together:
+            command = module("tests.known_on_card", str(visit.out / f"known-{name}.json"), json.dumps(KNOWN[name]))
+            backend = LABELS["stock" if name == "stock" else "ours"][0]
+            asked[name] = visit.start(f"known-{name}", command, QWEN_NVFP4_BACKEND=backend)
+        for name, process in asked.items():
+            visit.finish(f"known-{name}", process, SIDE_S)
+    if recording:
+        visit.finish("engine-logs", recording, SIDE_S)
+
+
+def kernels(visit: Visit, marlin: Path | None) -> None:
+    """Times of the kernels, each with nothing beside it."""
+    compared = ["--marlin", str(marlin)] if marlin else []
+    for name, package, words in (
+        ("moe", "nvfp4_moe", []),
+        ("bf16", "bf16_linear", []),
+        ("linear", "nvfp4_linear", compared),
+    ):
+        command = module(f"qwen_nvfp4_serve.kernels.{package}.measure", str(visit.out / f"{name}.json"), *words)
+        visit.run(name, command, KERNELS_S)
 
 
 def table(out: Path, models: Sequence[str]) -> str:
@@ -189,7 +209,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--beside", action="store_true", help="engine logs and known answers while engines start")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--marlin", type=Path, help="vLLM's _C_stable_libtorch, for the linear layers beside Marlin")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
@@ -199,15 +219,15 @@ def main() -> None:
         visit.run("build", module("qwen_nvfp4_serve.kernels.build"), 300)
         for model in chosen.models:
             write_config(chosen.out / model, MODELS[model][0])
-            words = ["kernels", "--config", str(chosen.out / model), "--json"]
-            visit.run(f"admission-{model}", [sys.executable, "-c", CLI, *words], 180)
-        engines(visit, chosen.models, beside=chosen.beside)
-        moe = str(chosen.out / "moe.json")
-        visit.run("moe", module("qwen_nvfp4_serve.kernels.nvfp4_moe.measure", moe), KERNELS_S)
-        linear = [str(chosen.out / "linear.json"), *(["--marlin", str(chosen.marlin)] if chosen.marlin else [])]
-        visit.run("linear", module("qwen_nvfp4_serve.kernels.nvfp4_linear.measure", *linear), KERNELS_S)
-        counted = [str(chosen.out / chosen.models[0]), str(chosen.out / "elected.json")]
-        visit.run("elected", module("tests.elected_on_card", *counted), SIDE_S)
+        if "engines" in chosen.parts:
+            engines(visit, chosen.models)
+        if "known" in chosen.parts:
+            known(visit, logs="logs" in chosen.parts)
+        if "kernels" in chosen.parts:
+            kernels(visit, chosen.marlin)
+        if "elected" in chosen.parts:
+            counted = [str(chosen.out / chosen.models[0]), str(chosen.out / "elected.json")]
+            visit.run("elected", module("tests.elected_on_card", *counted), SIDE_S)
     print(table(chosen.out, chosen.models))
 
 
