@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -178,16 +179,16 @@ def known(visit: Visit, *, logs: bool) -> None:
         visit.finish("engine-logs", recording, SIDE_S)
 
 
-def kernels(visit: Visit, marlin: Path | None) -> None:
+def kernels(visit: Visit, marlin: Path | None, commit: str) -> None:
     """Times of the kernels, each with nothing beside it."""
-    compared = ["--marlin", str(marlin)] if marlin else []
+    compared = ["--marlin", str(marlin), "--vllm", version("vllm")] if marlin else []
     for name, package, words in (
         ("moe", "nvfp4_moe", []),
         ("bf16", "bf16_linear", []),
         ("linear", "nvfp4_linear", compared),
     ):
-        command = module(f"qwen_nvfp4_serve.kernels.{package}.measure", str(visit.out / f"{name}.json"), *words)
-        visit.run(name, command, KERNELS_S)
+        target = [str(visit.out / f"{name}.json"), "--commit", commit]
+        visit.run(name, module(f"qwen_nvfp4_serve.kernels.{package}.measure", *target, *words), KERNELS_S)
 
 
 def table(out: Path, models: Sequence[str]) -> str:
@@ -218,6 +219,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--commit", default="unknown", help="of this project, for the record")
     parser.add_argument("--marlin", type=Path, help="vLLM's _C_stable_libtorch, for the linear layers beside Marlin")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
@@ -232,7 +234,7 @@ def main() -> None:
         if "known" in chosen.parts:
             known(visit, logs="logs" in chosen.parts)
         if "kernels" in chosen.parts:
-            kernels(visit, chosen.marlin)
+            kernels(visit, chosen.marlin, chosen.commit)
         if "elected" in chosen.parts:
             counted = [str(chosen.out / chosen.models[0]), str(chosen.out / "elected.json")]
             visit.run("elected", module("tests.elected_on_card", *counted), SIDE_S)

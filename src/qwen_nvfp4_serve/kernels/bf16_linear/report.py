@@ -1,0 +1,51 @@
+"""The table of docs/kernels.md out of a measurement.
+
+python -m qwen_nvfp4_serve.kernels.bf16_linear.report RESULT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown: microseconds of ours and of the vendor's GEMM by layer and M, and what ours reads at M=1."""
+    rows = result["rows"]
+    tokens = list(dict.fromkeys(row["M"] for row in rows))
+    worst = max(row["max_err"] for row in rows)
+    lines = [
+        f"{result['card']}, torch {result['torch']}, code {result['commit']}; a plain read reaches "
+        f"{result['read_gbps']:.0f} GB/s; the largest error is {worst:.3f} of what is allowed. Microseconds, in brackets "
+        "the vendor's GEMM over ours.",
+        "",
+        "| layer [N, K] | " + " | ".join(f"M={m}" for m in tokens) + " | M=1 reads |",
+        "|---" * (len(tokens) + 2) + "|",
+    ]
+    for layer in dict.fromkeys(row["shape"] for row in rows):
+        by_m = {row["M"]: row for row in rows if row["shape"] == layer}
+        first = by_m[tokens[0]]
+        cells = [f"{by_m[m]['ours_us']:.1f} ({by_m[m]['vendor_us'] / by_m[m]['ours_us']:.2f})" for m in tokens]
+        share = first["ours_gbps"] / result["read_gbps"]
+        lines.append(f"| {layer} [{first['n']}, {first['k']}] | {' | '.join(cells)} | {share:.0%} |")
+    return "\n".join(lines) + "\n"
+
+
+def saved_us(result: dict[str, Any], model: str, tokens: int) -> float:
+    """Microseconds of a decode step that the model's layers take less than with the vendor's GEMM."""
+    rows = (row for row in result["rows"] if row["shape"].startswith(f"{model}/") and row["M"] == tokens)
+    return float(sum(max(0.0, row["vendor_us"] - row["ours_us"]) * row["layers"] for row in rows))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table of the named result."""
+    (path,) = sys.argv[1:] if arguments is None else arguments
+    print(table(json.loads(Path(path).read_text())), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
