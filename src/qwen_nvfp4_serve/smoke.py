@@ -5,15 +5,16 @@ A reference model is asked what it answers exactly; any other model, what every 
 
 from __future__ import annotations
 
+import functools
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.reference import (
@@ -28,6 +29,9 @@ from qwen_nvfp4_serve.reference import (
     served_folder,
 )
 
+if TYPE_CHECKING:
+    import openai
+
 REQUEST_TIMEOUT_S = 120.0
 AT_ONCE = 16
 CAPITAL, PARIS = "What is the capital of France? Answer with one word.", "paris"
@@ -40,6 +44,12 @@ WEATHER_TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """The certificates, read once: each question has a client of its own, and reading takes longer than asking."""
+    return httpx.create_ssl_context()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +77,26 @@ class Server:
 
     def client(self) -> openai.OpenAI:
         """An openai client that does not retry: a failure is to be seen."""
+        import openai  # takes longer to load than all else, and most who measure a server need none
+
         return openai.OpenAI(
-            base_url=self.base_url, api_key=self.api_key or "none", max_retries=0, timeout=REQUEST_TIMEOUT_S
+            base_url=self.base_url,
+            api_key=self.api_key or "none",
+            max_retries=0,
+            timeout=REQUEST_TIMEOUT_S,
+            http_client=openai.DefaultHttpxClient(verify=_tls()),
         )
 
     def post(self, path: str, content: str) -> httpx.Response:
         """A raw POST, for requests that a client library would not send."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key or 'none'}"}
         return httpx.post(
-            f"{self.base_url}{path}", content=content, headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False
+            f"{self.base_url}{path}",
+            content=content,
+            headers=headers,
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=False,
+            verify=_tls(),
         )
 
 
