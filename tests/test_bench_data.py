@@ -202,6 +202,11 @@ def test_vocabulary_equal_seeds_give_equal_words_after_the_fresh_ones() -> None:
         ({"concurrencies": (0,)}, "--concurrency"),
         ({"runs": 0}, "--runs"),
         ({"ttft_limit_ms": 0.0}, "--ttft-ms"),
+        ({"ttft_limit_ms": float("nan")}, "--ttft-ms"),
+        ({"tpot_limit_ms": float("inf")}, "--tpot-ms"),
+        ({"timeout_s": float("inf")}, "--timeout-s"),  # JSON has no word for it: the result could not be read again
+        ({"temperature": float("nan")}, "--temperature"),
+        ({"temperature": -0.5}, "--temperature"),
         ({"depths": (900,), "prompts": (100,), "generates": (32,)}, "1032 tokens"),
         ({"cached_context": True, "prompts": (100,)}, "--cached-context"),
     ],
