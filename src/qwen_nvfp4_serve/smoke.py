@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 REQUEST_TIMEOUT_S = 120.0
 AT_ONCE = 16
+# What a list of models that is none raises while it is read.
+ODD_JSON = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
 CAPITAL, PARIS = "What is the capital of France? Answer with one word.", "paris"
 COUNTING, NEXT = "1, 2, 3,", "4"
 WEATHER_TOOL: dict[str, Any] = {
@@ -124,7 +126,7 @@ def connect(base_url: str, api_key: str | None, model: str | None = None, *, ans
             listed = ", ".join(str(row["id"]) for row in rows) or "no model"
             what = "no model to ask" if model is None else f"--model {model}"
             raise UsageError(what, seen=f"{url} serves {listed}", expected="one of those" if rows else "a model")
-        length = int(row.get("max_model_len") or 0)
+        length = max(0, int(row.get("max_model_len") or 0))
         return Server(url, api_key, str(row["id"]), length, _known(row.get("root"), length, answers))
     except httpx.HTTPStatusError as error:
         hint = (
@@ -133,7 +135,7 @@ def connect(base_url: str, api_key: str | None, model: str | None = None, *, ans
         raise QwenNvfp4Error(
             f"{url}/models", seen=f"HTTP {error.response.status_code}", expected="200", do=hint
         ) from None
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, *ODD_JSON) as error:
         raise QwenNvfp4Error(
             f"no OpenAI endpoint answers at {url} ({type(error).__name__}: {error})",
             do="Start one (scripts/serve, docker compose up -d), wait until it says READY, or give --base-url.",
