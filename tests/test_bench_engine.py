@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.bench_results import CARD
@@ -175,6 +177,31 @@ def test_engine_result_written_and_read_is_the_same(tmp_path: Path) -> None:
 def test_read_spec_wrong_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="engine bench"):
         read_spec(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"rounds": 0}, "rounds"),
+        ({"streams": (0,)}, "streams"),
+        ({"prefills": (-1,)}, "prefills"),
+        ({"profile_tokens": -1}, "profile_tokens"),
+        ({"restarts": -1}, "restarts"),
+        ({"short": 9, "long": 9}, "long"),
+        ({"configurations": {}}, "configurations"),
+    ],
+)
+def test_engine_spec_that_measures_nothing_is_refused_before_an_engine_starts(
+    changes: dict[str, Any], names: str
+) -> None:
+    with pytest.raises(UsageError, match=f"engine bench, {names}"):
+        read_spec(dump_spec(replace(SPEC, **changes)).decode())
+
+
+def test_engine_result_without_a_run_is_no_result(tmp_path: Path) -> None:
+    (tmp_path / "engine.json").write_bytes(dump_engine(replace(result(), runs=())))
+    with pytest.raises(UsageError, match=r"engine\.json, runs: seen none"):
+        read_engine(tmp_path / "engine.json")
 
 
 def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:

@@ -129,10 +129,28 @@ _SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
 _RESULT: TypeAdapter[EngineResult] = TypeAdapter(EngineResult)
 
 
+def check_spec(spec: EngineSpec) -> EngineSpec:
+    """The spec as it is. Raises UsageError naming a field of which nothing could be measured."""
+    least: dict[str, tuple[Sequence[int], int]] = {
+        "streams": (spec.streams, 1),
+        "prefills": (spec.prefills, 1),
+        "depths": (spec.depths, 1),
+        "rounds": ((spec.rounds,), 1),
+        "profile_tokens": ((spec.profile_tokens,), 0),
+        "restarts": ((spec.restarts,), 0),
+        "configurations": ((len(spec.configurations),), 1),
+        "long": ((spec.long,), spec.short + 1),
+    }
+    for name, (values, bound) in least.items():
+        if min(values, default=bound) < bound:
+            raise UsageError(f"engine bench, {name}", seen=str(min(values)), expected=f"{bound} or more")
+    return spec
+
+
 def read_spec(text: str) -> EngineSpec:
     """A spec from JSON. Raises UsageError naming the field that is wrong."""
     try:
-        return _SPEC.validate_json(text)
+        return check_spec(_SPEC.validate_json(text))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -152,9 +170,12 @@ def dump_engine(result: EngineResult) -> bytes:
 def read_engine(path: Path) -> EngineResult:
     """A result from a file that the worker wrote. Raises UsageError."""
     try:
-        return _RESULT.validate_json(path.read_bytes())
+        result = _RESULT.validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise UsageError(f"engine result {path}", seen=str(error).splitlines()[0]) from None
+    if not result.runs:
+        raise UsageError(f"engine result {path}, runs", seen="none", expected="one or more")
+    return result
 
 
 def decode_rates(spec: EngineSpec, streams: int, short_s: Sequence[float], long_s: Sequence[float]) -> Spread:
