@@ -1,11 +1,12 @@
 """Everything that one machine with a card can tell, within a time: python -m tests.card_visit OUT [--minutes 20]
 
 Not a test. Needs vLLM, nvcc and Triton; everything goes to OUT as JSON and logs, a table comes last. In this order, so
-that what is timed has the card to itself and the minutes in which engines compile are used:
+that what is timed has the card to itself and the minutes in which engines compile are used. The record is made of it by
+`qwen-nvfp4 bench record --take OUT`:
 
     build, admission        with nothing beside them
     engines start           stock and ours of each model, all at once; meanwhile engine logs and known answers
-    engines are measured    one at a time
+    engines are measured    one at a time; with --restarts each starts again then, from the caches of its first start
     kernels                 the experts and the linear layers beside Marlin, as long as there is time
 """
 
@@ -29,9 +30,9 @@ from qwen_nvfp4_serve.synthetic.config import model_config
 from qwen_nvfp4_serve.units import GIB
 
 # Architecture, context, and the depths that are measured.
-MODELS = {"35b": ("35b-a3b", 262_144, (65_536, 261_632)), "27b": ("27b", 70_000, (65_536,))}
+MODELS = {"35b": ("35b-a3b", 262_144, (4_096, 65_536, 261_632)), "27b": ("27b", 70_000, (4_096, 65_536))}
 POOL_GIB = 6  # holds one request of the 35B's whole context, and eight short ones of either model
-START_S, KERNELS_S, SIDE_S = 420.0, 150.0, 240.0
+START_S, KERNELS_S, SIDE_S, MEASURE_S, RESTART_S = 420.0, 150.0, 240.0, 120.0, 200.0
 CLI = "from qwen_nvfp4_serve.cli import main; main()"
 KNOWN = {
     "stock": {"linear_backend": "marlin", "moe_backend": "marlin"},
@@ -48,6 +49,7 @@ class Visit:
     out: Path
     end_s: float
     environment: Mapping[str, str]
+    restarts: int = 0
 
     def left_s(self) -> float:
         """Seconds that are left."""
@@ -115,6 +117,7 @@ def start_engine(visit: Visit, model: str, label: str) -> subprocess.Popen[bytes
         },
         "prefills": [2048, 8192],
         "depths": depths,
+        "restarts": visit.restarts,
     }
     name = f"engine-{model}-{label}"
     (visit.out / f"{name}.spec.json").write_text(json.dumps(spec, indent=1))
@@ -140,7 +143,7 @@ def engines(visit: Visit, models: Sequence[str]) -> None:
         say(f"engine-{model}-{label}: {'ready' if ready.exists() else 'not ready'}")
     for (model, label), engine in running.items():
         (visit.out / f"engine-{model}-{label}.go").touch()
-        visit.finish(f"engine-{model}-{label}", engine, 120.0)
+        visit.finish(f"engine-{model}-{label}", engine, MEASURE_S + visit.restarts * RESTART_S)
 
 
 def table(out: Path, models: Sequence[str]) -> str:
@@ -169,12 +172,15 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="starts of each engine from its caches, a minute or two each"
+    )
     parser.add_argument("--marlin", type=Path, help="vLLM's _C_stable_libtorch, for the linear layers beside Marlin")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         end_s = time.monotonic() + chosen.minutes * 60
-        visit = Visit(chosen.out, end_s, environment_of(Path(scratch) / "plugin"))
+        visit = Visit(chosen.out, end_s, environment_of(Path(scratch) / "plugin"), chosen.restarts)
         visit.run("build", module("qwen_nvfp4_serve.kernels.build"), 300)
         for model in chosen.models:
             write_config(chosen.out / model, MODELS[model][0])
