@@ -1,10 +1,11 @@
 """Everything that one machine with a card can tell, within a time: python -m tests.card_visit OUT [--minutes 20]
 
 Not a test. Needs vLLM, nvcc and Triton; everything goes to OUT as JSON and logs, a table comes last. In this order, so
-that what is timed has the card to itself and the minutes in which engines compile are used:
+that what is timed has the card to itself and the minutes in which engines compile are used. The record is made of it by
+`qwen-nvfp4 bench record --take OUT`:
 
-    engines    build, admission; stock and ours of each model start all at once and are measured one at a time; then the
-               first model's start once more, compiled and alone
+    engines    build, admission; stock and ours of each model start all at once and are measured one at a time; with
+               --restarts those of the first model start again then, alone, from the caches of their first start
     known      known answers of the embedded model: stock, then ours compiled, eager and with drafts; with logs: the
                engine logs for the planner meanwhile
     kernels    the experts, the BF16 and the linear layers beside vLLM's, as long as there is time
@@ -32,9 +33,9 @@ from qwen_nvfp4_serve.synthetic.config import model_config
 from qwen_nvfp4_serve.units import GIB
 
 # Architecture, context, and the depths that are measured.
-MODELS = {"35b": ("35b-a3b", 262_144, (65_536, 261_632)), "27b": ("27b", 70_000, (65_536,))}
+MODELS = {"35b": ("35b-a3b", 262_144, (4_096, 65_536, 261_632)), "27b": ("27b", 70_000, (4_096, 65_536))}
 POOL_GIB = 6  # holds one request of the 35B's whole context, and eight short ones of either model
-START_S, AGAIN_S, KERNELS_S, SIDE_S = 420.0, 120.0, 150.0, 240.0
+START_S, KERNELS_S, SIDE_S, MEASURE_S, RESTART_S = 420.0, 150.0, 240.0, 120.0, 200.0
 PARTS = ("engines", "known", "logs", "kernels", "elected")
 CLI = "from qwen_nvfp4_serve.cli import main; main()"
 KNOWN = {
@@ -52,6 +53,7 @@ class Visit:
     out: Path
     end_s: float
     environment: Mapping[str, str]
+    restarts: int = 0
 
     def left_s(self) -> float:
         """Seconds that are left."""
@@ -109,8 +111,8 @@ def write_config(folder: Path, architecture: str) -> None:
     (folder / "config.json").write_text(json.dumps(model_config(spec)))
 
 
-def start_engine(visit: Visit, model: str, label: str, again: str = "") -> subprocess.Popen[bytes]:
-    """One engine that waits at its gate once it is up. again: what its files are called besides."""
+def start_engine(visit: Visit, model: str, label: str, restarts: int) -> subprocess.Popen[bytes]:
+    """One engine that waits at its gate once it is up."""
     _, context, depths = MODELS[model]
     backend, options = LABELS[label]
     spec: dict[str, Any] = {
@@ -127,8 +129,9 @@ def start_engine(visit: Visit, model: str, label: str, again: str = "") -> subpr
         },
         "prefills": [2048, 8192],
         "depths": depths,
+        "restarts": restarts,
     }
-    name = f"engine-{model}-{label}{again}"
+    name = f"engine-{model}-{label}"
     (visit.out / f"{name}.spec.json").write_text(json.dumps(spec, indent=1))
     words = [str(visit.out / f"{name}.spec.json"), str(visit.out / f"{name}.json"), str(visit.out / name)]
     return visit.start(name, module("qwen_nvfp4_serve.bench.engine_worker", *words), QWEN_NVFP4_BACKEND=backend)
@@ -148,18 +151,16 @@ def engines(visit: Visit, models: Sequence[str]) -> None:
         words = ["kernels", "--config", str(visit.out / model), "--json"]
         visit.run(f"admission-{model}", [sys.executable, "-c", CLI, *words], 180)
     began_s = time.monotonic()
-    running = {(model, label): start_engine(visit, model, label) for model in models for label in LABELS}
+    running = {
+        (model, label): start_engine(visit, model, label, visit.restarts if model == models[0] else 0)
+        for model in models
+        for label in LABELS
+    }
     for (model, label), engine in running.items():
         await_ready(visit, f"engine-{model}-{label}", engine, began_s + min(START_S, visit.left_s()))
     for (model, label), engine in running.items():
         (visit.out / f"engine-{model}-{label}.go").touch()
-        visit.finish(f"engine-{model}-{label}", engine, 120.0)
-    # With everything compiled, and nothing beside it: what a user's second start takes.
-    for label in LABELS:
-        again = start_engine(visit, models[0], label, "-again")
-        await_ready(visit, f"engine-{models[0]}-{label}-again", again, time.monotonic() + min(AGAIN_S, visit.left_s()))
-        again.kill()
-        again.wait()
+        visit.finish(f"engine-{model}-{label}", engine, MEASURE_S + visit.restarts * RESTART_S)
 
 
 def known(visit: Visit, *, logs: bool) -> None:
@@ -220,12 +221,15 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--commit", default="unknown", help="of this project, for the record")
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="starts of the first model's engines from their caches, a minute each"
+    )
     parser.add_argument("--marlin", type=Path, help="vLLM's _C_stable_libtorch, for the linear layers beside Marlin")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         end_s = time.monotonic() + chosen.minutes * 60
-        visit = Visit(chosen.out, end_s, environment_of(Path(scratch) / "plugin"))
+        visit = Visit(chosen.out, end_s, environment_of(Path(scratch) / "plugin"), chosen.restarts)
         visit.run("build", module("qwen_nvfp4_serve.kernels.build", "--cards", this_card()), 300)
         for model in chosen.models:
             write_config(chosen.out / model, MODELS[model][0])

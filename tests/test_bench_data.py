@@ -20,7 +20,7 @@ from qwen_nvfp4_serve.bench.prompts import LEAD, WORDS, Prompt, Vocabulary, lear
 from qwen_nvfp4_serve.bench.published import figure, published
 from qwen_nvfp4_serve.bench.result import dump_result, read_result, result_schema, write_result
 from qwen_nvfp4_serve.bench.samples import Arrival, Event, Exchange, arrivals, parse, read_exchange
-from qwen_nvfp4_serve.bench.server import cache_labels, kernel_lines, ready_seconds
+from qwen_nvfp4_serve.bench.server import cache_labels, kernel_lines, ready_seconds, version_of
 from qwen_nvfp4_serve.bench.statistics import peak, spread
 from qwen_nvfp4_serve.bench.workload import Workload, cases, check_workload
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
@@ -202,6 +202,11 @@ def test_vocabulary_equal_seeds_give_equal_words_after_the_fresh_ones() -> None:
         ({"concurrencies": (0,)}, "--concurrency"),
         ({"runs": 0}, "--runs"),
         ({"ttft_limit_ms": 0.0}, "--ttft-ms"),
+        ({"ttft_limit_ms": float("nan")}, "--ttft-ms"),
+        ({"tpot_limit_ms": float("inf")}, "--tpot-ms"),
+        ({"timeout_s": float("inf")}, "--timeout-s"),  # JSON has no word for it: the result could not be read again
+        ({"temperature": float("nan")}, "--temperature"),
+        ({"temperature": -0.5}, "--temperature"),
         ({"depths": (900,), "prompts": (100,), "generates": (32,)}, "1032 tokens"),
         ({"cached_context": True, "prompts": (100,)}, "--cached-context"),
     ],
@@ -300,6 +305,19 @@ def test_kernel_lines_keep_each_choice_once_without_its_prefix() -> None:
 def test_ready_seconds_are_those_of_the_stage_line() -> None:
     assert ready_seconds("[qwen-nvfp4   0.1s] load: x\n[qwen-nvfp4  61.4s] READY: http://…\n") == 61.4
     assert ready_seconds("INFO READY\n") is None
+
+
+@pytest.mark.parametrize("said", [b"[" * 100_000, b"\xff", b"null", b'{"version": 9}', b""])
+def test_version_that_is_none_is_unknown(said: bytes) -> None:
+    assert version_of(said.decode(errors="replace")) is None
+
+
+@pytest.mark.parametrize("count", [True, -1, 10**400, "7", 1.5, None])
+def test_usage_that_counts_nothing_is_no_usage(count: object) -> None:
+    usage = {"prompt_tokens": 4, "completion_tokens": count}
+    sample, found = read_exchange(exchange((2.0, text() | {"usage": usage}), (2.1, b"data: [DONE]")), 1.0)
+    assert sample.failure is not None
+    assert (sample.failure.kind, found) == ("no usage", ())
 
 
 def test_cache_labels_absent_metric_is_none() -> None:

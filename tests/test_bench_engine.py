@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.bench_results import CARD
@@ -42,6 +44,7 @@ SPEC = EngineSpec(
 # 100 tokens/s a stream whatever their number, prompts for nothing; the second configuration twice as fast.
 STAND_IN = {
     "vllm/__init__.py": """
+import os
 import time
 __version__ = "0.0.stand-in"
 class SamplingParams:
@@ -55,7 +58,13 @@ class Core:
 class LLM:
     def __init__(self, model, fast=False, **_):
         self.rate, self.llm_engine = (400.0 if fast else 200.0), self
+        if "VLLM_CACHE_ROOT" in os.environ and not os.path.exists(os.environ["VLLM_CACHE_ROOT"]):
+            os.mkdir(os.environ["VLLM_CACHE_ROOT"])
+            time.sleep(1.0)  # compiles
         self.engine_core = Core()
+    def collective_rpc(self, method):
+        self.model_runner, self.model_memory_usage = self, 3 << 30
+        return [method(self)]
     def generate(self, prompts, sampling, use_tqdm):
         time.sleep(sampling.max_tokens / self.rate)
         return [Answer(len(prompt["prompt_token_ids"]), sampling.max_tokens / self.rate) for prompt in prompts]
@@ -151,7 +160,7 @@ def test_engine_markdown_names_card_ratio_and_share_of_the_roofline() -> None:
     bound = roofline(plan_model(), CARD.name, 128 + 144)
     assert bound is not None
     assert "NVIDIA H200, vLLM 0.33.0" in page
-    assert "| decode, 1 streams, t/s | 200.0 ± 0.0 | 300.0 ± 0.0 (1.50x) |" in page
+    assert "| decode, 1 stream, t/s | 200.0 ± 0.0 | 300.0 ± 0.0 (1.50x) |" in page
     assert f"| {200 / bound:.1%} | {300 / bound:.1%} |" in page
     assert f"| prefill of 65536, t/s | {number(5000)} | {number(5000)} (1.00x) |" in page
     assert f"| decode behind 65536, t/s | {number(100)} | {number(150)} (1.50x) |" in page
@@ -168,6 +177,31 @@ def test_engine_result_written_and_read_is_the_same(tmp_path: Path) -> None:
 def test_read_spec_wrong_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="engine bench"):
         read_spec(text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"rounds": 0}, "rounds"),
+        ({"streams": (0,)}, "streams"),
+        ({"prefills": (-1,)}, "prefills"),
+        ({"profile_tokens": -1}, "profile_tokens"),
+        ({"restarts": -1}, "restarts"),
+        ({"short": 9, "long": 9}, "long"),
+        ({"configurations": {}}, "configurations"),
+    ],
+)
+def test_engine_spec_that_measures_nothing_is_refused_before_an_engine_starts(
+    changes: dict[str, Any], names: str
+) -> None:
+    with pytest.raises(UsageError, match=f"engine bench, {names}"):
+        read_spec(dump_spec(replace(SPEC, **changes)).decode())
+
+
+def test_engine_result_without_a_run_is_no_result(tmp_path: Path) -> None:
+    (tmp_path / "engine.json").write_bytes(dump_engine(replace(result(), runs=())))
+    with pytest.raises(UsageError, match=r"engine\.json, runs: seen none"):
+        read_engine(tmp_path / "engine.json")
 
 
 def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
@@ -197,6 +231,34 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
     assert fast.depths[512].decode == pytest.approx(67 / 68 * 400)
     assert slow.kernels == (Kernel(name="marlin_gemm", us=100.0, calls=2.0),)
     assert slow.options["load_format"] == "dummy"
+    assert slow.model_bytes == 3 << 30
+    assert (slow.cold, slow.side_by_side, slow.restart_s) == (False, False, ())
+
+
+def test_engine_worker_starts_again_from_the_caches_of_its_first_start(tmp_path: Path) -> None:
+    for name, code in STAND_IN.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    spec = EngineSpec(
+        model_folder="m",
+        configurations={"one": {}, "two": {"fast": True}},
+        streams=(1,),
+        short=1,
+        long=5,
+        prefills=(),
+        profile_tokens=0,
+        restarts=2,
+    )
+    (tmp_path / "spec.json").write_bytes(dump_spec(spec))
+    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "VLLM_CACHE_ROOT": str(tmp_path)}
+    done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    one, two = read_engine(tmp_path / "engine.json").runs
+    assert (one.cold, two.cold) == (True, False)  # the second finds what the first compiled
+    assert one.load_s > 1.0
+    assert len(one.restart_s) == len(two.restart_s) == 2
+    assert max(one.restart_s + two.restart_s) < 1.0
 
 
 def test_engine_worker_waits_at_its_gate(tmp_path: Path) -> None:
@@ -218,7 +280,8 @@ def test_engine_worker_waits_at_its_gate(tmp_path: Path) -> None:
         assert not (tmp_path / "engine.json").exists()
         (tmp_path / "gate.go").touch()
         assert running.wait(60) == 0
-    assert read_engine(tmp_path / "engine.json").runs[0].label == "one"
+    (run,) = read_engine(tmp_path / "engine.json").runs
+    assert (run.label, run.side_by_side) == ("one", True)
 
 
 @pytest.mark.parametrize(("name", "model"), [("35b", "qwen3.5-35b-a3b"), ("27b", "qwen3.5-27b")])

@@ -132,6 +132,22 @@ def test_charts_of_a_run_in_which_all_failed_are_still_drawn(tmp_path: Path) -> 
     assert len(draw_charts(result, tmp_path, SEEDS)) == 3
 
 
+def test_prefill_that_a_small_request_outlasts_is_said_and_not_called_failed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result = made_result(depths=(0,), concurrencies=(1,), runs=2)
+    (case,) = result.cases
+    late = dataclasses.replace(case.metrics, prefill_total=None, prefill_request=None)
+    slow = dataclasses.replace(result, latency_ms=150.0, cases=(dataclasses.replace(case, metrics=late),))
+    note = "2 first tokens came within the 150.00 ms of a small request: their prompts have no prefill rate."
+    assert note in markdown(slow)
+    assert "prefill rate" not in markdown(result)
+    draw_charts(slow, tmp_path, SEEDS)
+    for name in ("overview", "published"):
+        drawn = (tmp_path / f"{name}.svg").read_text()
+        assert "pp2048 tg32 (c1): not measured" in drawn
+        assert "failed" not in drawn
+
+
 def test_charts_without_matplotlib_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(QwenNvfp4Error, match="matplotlib is not installed"):

@@ -44,7 +44,7 @@ def test_table_sums_needles_by_depth_and_by_length() -> None:
 def test_measure_of_an_untrained_model_is_no_answer_and_leaves_nothing_rounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rates, "LENGTHS", (512,))
+    monkeypatch.setattr(rates, "LENGTHS", (128,))
     model = ReferenceModel(TINY)
     initialize(model, 0)
     measured = rates.measure(model.eval(), 1, 0)

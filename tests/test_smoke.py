@@ -25,6 +25,15 @@ ROOM = 4096  # of the reference model
 KNOWN = {json.dumps(list(answer.messages)): answer for answer in read_answers(EMBEDDED)}
 
 
+ODD_LISTS = {
+    "deep": b"[" * 100_000,
+    "no number": b'{"data": [{"id": "m", "max_model_len": "many"}]}',
+    "infinite": b'{"data": [{"id": "m", "max_model_len": 1e999}]}',
+    "null": b'{"data": null}',
+    "numbers": b'{"data": [1]}',
+}
+
+
 class Script(BaseHTTPRequestHandler):
     """A minimal OpenAI endpoint; `fault` names what it does wrong."""
 
@@ -50,6 +59,8 @@ class Script(BaseHTTPRequestHandler):
             self._send(401, {"error": "Unauthorized"})
         elif self.fault == "empty":
             self._send(200, {"object": "list", "data": []})
+        elif self.fault in ODD_LISTS:
+            self._send(200, ODD_LISTS[self.fault])
         else:
             row = {"id": "m", "object": "model", "max_model_len": self.limit, "root": self.root}
             self._send(200, {"object": "list", "data": [row]})
@@ -196,6 +207,17 @@ def test_connect_wrong_key_says_which_setting() -> None:
 def test_connect_server_without_models_is_said() -> None:
     with scripted("empty") as url, pytest.raises(UsageError, match="no model to ask"):
         connect(url, None)
+
+
+@pytest.mark.parametrize("odd", ODD_LISTS)
+def test_connect_odd_list_of_models_is_one_sentence(odd: str) -> None:
+    with scripted(odd) as url, pytest.raises(QwenNvfp4Error, match="no OpenAI endpoint answers at"):
+        connect(url, None)
+
+
+def test_connect_length_below_zero_is_an_unknown_one() -> None:
+    with scripted(limit=-5) as url:
+        assert connect(url, None).max_model_len == 0
 
 
 def test_connect_key_that_no_header_carries_is_not_shown() -> None:

@@ -5,15 +5,16 @@ A reference model is asked what it answers exactly; any other model, what every 
 
 from __future__ import annotations
 
+import functools
+import ssl
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
 from qwen_nvfp4_serve.reference import (
@@ -28,8 +29,13 @@ from qwen_nvfp4_serve.reference import (
     served_folder,
 )
 
+if TYPE_CHECKING:
+    import openai
+
 REQUEST_TIMEOUT_S = 120.0
 AT_ONCE = 16
+# What a list of models that is none raises while it is read.
+ODD_JSON = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError)
 CAPITAL, PARIS = "What is the capital of France? Answer with one word.", "paris"
 COUNTING, NEXT = "1, 2, 3,", "4"
 WEATHER_TOOL: dict[str, Any] = {
@@ -40,6 +46,12 @@ WEATHER_TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+
+
+@functools.cache
+def _tls() -> ssl.SSLContext:
+    """The certificates, read once: each question has a client of its own, and reading takes longer than asking."""
+    return httpx.create_ssl_context()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +79,26 @@ class Server:
 
     def client(self) -> openai.OpenAI:
         """An openai client that does not retry: a failure is to be seen."""
+        import openai  # takes longer to load than all else, and most who measure a server need none
+
         return openai.OpenAI(
-            base_url=self.base_url, api_key=self.api_key or "none", max_retries=0, timeout=REQUEST_TIMEOUT_S
+            base_url=self.base_url,
+            api_key=self.api_key or "none",
+            max_retries=0,
+            timeout=REQUEST_TIMEOUT_S,
+            http_client=openai.DefaultHttpxClient(verify=_tls()),
         )
 
     def post(self, path: str, content: str) -> httpx.Response:
         """A raw POST, for requests that a client library would not send."""
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key or 'none'}"}
         return httpx.post(
-            f"{self.base_url}{path}", content=content, headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False
+            f"{self.base_url}{path}",
+            content=content,
+            headers=headers,
+            timeout=REQUEST_TIMEOUT_S,
+            trust_env=False,
+            verify=_tls(),
         )
 
 
@@ -103,7 +126,7 @@ def connect(base_url: str, api_key: str | None, model: str | None = None, *, ans
             listed = ", ".join(str(row["id"]) for row in rows) or "no model"
             what = "no model to ask" if model is None else f"--model {model}"
             raise UsageError(what, seen=f"{url} serves {listed}", expected="one of those" if rows else "a model")
-        length = int(row.get("max_model_len") or 0)
+        length = max(0, int(row.get("max_model_len") or 0))
         return Server(url, api_key, str(row["id"]), length, _known(row.get("root"), length, answers))
     except httpx.HTTPStatusError as error:
         hint = (
@@ -112,7 +135,7 @@ def connect(base_url: str, api_key: str | None, model: str | None = None, *, ans
         raise QwenNvfp4Error(
             f"{url}/models", seen=f"HTTP {error.response.status_code}", expected="200", do=hint
         ) from None
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, *ODD_JSON) as error:
         raise QwenNvfp4Error(
             f"no OpenAI endpoint answers at {url} ({type(error).__name__}: {error})",
             do="Start one (scripts/serve, docker compose up -d), wait until it says READY, or give --base-url.",

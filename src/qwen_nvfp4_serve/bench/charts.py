@@ -94,8 +94,7 @@ def _overview(result: Result, folder: Path) -> Path:
     height = 2.2 + 0.34 * len(requests(result))
     figure, (left, right) = new_figure(title_of(result), footer_of(result), columns=2, height=max(3.2, height))
     for axes, colour, test in ((left, COLOURS[0], "prefill"), (right, COLOURS[1], "decode")):
-        values = [(case.case.whole, getattr(case.metrics, f"{test}_total")) for case in requests(result)]
-        draw_bars(axes, [_bar(name, value, colour) for name, value in values], unit="tokens/s")
+        draw_bars(axes, [_bar(case, test, colour) for case in requests(result)], unit="tokens/s")
     left.set_title("Prefill")
     right.set_title("Decode")
     right.tick_params(labelleft=False)
@@ -143,8 +142,7 @@ def _strips(axes: Axes, cases: Sequence[CaseResult], what: str, limit_ms: float 
 
 def _against(result: Result, folder: Path, against: Sequence[Published]) -> Path:
     ours = [case for case in requests(result) if case.case.concurrency == 1]
-    prefill = [_bar(f"this run: {case.case.whole}", case.metrics.prefill_total, COLOURS[0]) for case in ours]
-    decode = [_bar(f"this run: {case.case.whole}", case.metrics.decode_total, COLOURS[0]) for case in ours]
+    prefill, decode = ([_bar(case, test, COLOURS[0], "this run: ") for case in ours] for test in ("prefill", "decode"))
     prefill += [_published_bar(entry, figure) for entry in against for figure in entry.of("prefill")]
     decode += [_published_bar(entry, figure) for entry in against for figure in entry.of("decode")]
     height = 2.2 + 0.32 * max(len(prefill), len(decode))
@@ -158,8 +156,12 @@ def _against(result: Result, folder: Path, against: Sequence[Published]) -> Path
     return save(figure, folder, "published")[0]
 
 
-def _bar(name: str, value: Spread | None, colour: str) -> Bar:
-    return (name, value.median, value.std, colour) if value is not None else (f"{name}: failed", 0.0, 0.0, colour)
+def _bar(case: CaseResult, test: str, colour: str, before: str = "") -> Bar:
+    """`test` of a case; where there is no rate its name says whether requests failed."""
+    name, value = before + case.case.whole, getattr(case.metrics, f"{test}_total")
+    if value is None:
+        return f"{name}: {'failed' if case.failures else 'not measured'}", 0.0, 0.0, colour
+    return name, value.median, value.std, colour
 
 
 def _published_bar(entry: Published, figure: PublishedFigure) -> Bar:

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from qwen_nvfp4_serve.bench.prompts import Prompt
-from qwen_nvfp4_serve.bench.samples import DETAIL_CHARS, Exchange, Failure
+from qwen_nvfp4_serve.bench.samples import DETAIL_CHARS, Exchange, Failure, is_count
 from qwen_nvfp4_serve.bench.workload import Endpoint, LatencyMode
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 
@@ -100,9 +100,9 @@ async def count_by_tokenize(target: Target, prompt: Prompt) -> int | None:
     try:
         answer = await target.http.post(url, json={"model": target.model, **asked}, timeout=target.timeout_s)
         count = answer.json()["count"] if answer.status_code == httpx.codes.OK else None
-    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    return count if isinstance(count, int) else None
+    return count if is_count(count) else None
 
 
 async def count_by_usage(target: Target, prompt: Prompt) -> int:
@@ -118,9 +118,12 @@ async def count_by_usage(target: Target, prompt: Prompt) -> int:
         seen = f"HTTP {answer.status_code}: {answer.text[:DETAIL_CHARS]}"
         raise QwenNvfp4Error(f"POST {url}", seen=seen, expected="200", do=hint)
     try:
-        return int(answer.json()["usage"]["prompt_tokens"])
-    except (ValueError, KeyError, TypeError):
-        raise QwenNvfp4Error(f"POST {url}", seen="no usage.prompt_tokens", expected="an OpenAI answer") from None
+        count = answer.json()["usage"]["prompt_tokens"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        count = None
+    if not is_count(count):
+        raise QwenNvfp4Error(f"POST {url}", seen="no usage.prompt_tokens", expected="an OpenAI answer")
+    return count
 
 
 async def measure_latency(target: Target, mode: LatencyMode) -> float:

@@ -21,6 +21,7 @@ from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.gpus import match_gpu
 from qwen_nvfp4_serve.planner import PlanModel, PlanRequest
 from qwen_nvfp4_serve.planner.roofline import bytes_per_token
+from qwen_nvfp4_serve.units import GIB
 
 # Kinds of kernels by their names in a profile of vLLM 0.33; the first that matches counts.
 KERNEL_KINDS: tuple[tuple[str, str], ...] = (
@@ -44,6 +45,8 @@ class EngineSpec:
     short, long: answer lengths whose difference gives the decode rate, so that prefill and scheduling cancel.
     prompt: tokens before the answer. prefills: prompt lengths of the prefill rate. depths: tokens in the cache at which
     one stream's decode rate is taken too. profile_tokens: decode steps that are profiled at one stream, 0 for none.
+    restarts: how often each configuration is started again, in new processes that find the caches of the first start,
+    which then finds none: its caches are the run's own.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -58,6 +61,7 @@ class EngineSpec:
     depths: tuple[int, ...] = ()
     rounds: int = 3
     profile_tokens: int = 64
+    restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +90,9 @@ class EngineRun:
     """One configuration. decode: streams -> tokens/s of all together. prefill: prompt tokens -> tokens/s.
 
     depths: tokens in the cache -> rates behind them. used_bytes: of the card after the measurement, None on a CPU.
+    model_bytes: what the engine counts as loaded weights. reserved_bytes: what the process's allocator holds at last,
+    KV pool included. cold: no start before had filled a cache. side_by_side: other engines started at the same time,
+    so that load_s compares with nothing. restart_s: load_s of new processes, from the caches of the first.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -98,6 +105,11 @@ class EngineRun:
     depths: dict[int, DepthRates]
     used_bytes: int | None
     kernels: tuple[Kernel, ...]
+    model_bytes: int | None = None
+    reserved_bytes: int | None = None
+    cold: bool = False
+    side_by_side: bool = False
+    restart_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +129,28 @@ _SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
 _RESULT: TypeAdapter[EngineResult] = TypeAdapter(EngineResult)
 
 
+def check_spec(spec: EngineSpec) -> EngineSpec:
+    """The spec as it is. Raises UsageError naming a field of which nothing could be measured."""
+    least: dict[str, tuple[Sequence[int], int]] = {
+        "streams": (spec.streams, 1),
+        "prefills": (spec.prefills, 1),
+        "depths": (spec.depths, 1),
+        "rounds": ((spec.rounds,), 1),
+        "profile_tokens": ((spec.profile_tokens,), 0),
+        "restarts": ((spec.restarts,), 0),
+        "configurations": ((len(spec.configurations),), 1),
+        "long": ((spec.long,), spec.short + 1),
+    }
+    for name, (values, bound) in least.items():
+        if min(values, default=bound) < bound:
+            raise UsageError(f"engine bench, {name}", seen=str(min(values)), expected=f"{bound} or more")
+    return spec
+
+
 def read_spec(text: str) -> EngineSpec:
     """A spec from JSON. Raises UsageError naming the field that is wrong."""
     try:
-        return _SPEC.validate_json(text)
+        return check_spec(_SPEC.validate_json(text))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -140,9 +170,12 @@ def dump_engine(result: EngineResult) -> bytes:
 def read_engine(path: Path) -> EngineResult:
     """A result from a file that the worker wrote. Raises UsageError."""
     try:
-        return _RESULT.validate_json(path.read_bytes())
+        result = _RESULT.validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise UsageError(f"engine result {path}", seen=str(error).splitlines()[0]) from None
+    if not result.runs:
+        raise UsageError(f"engine result {path}, runs", seen="none", expected="one or more")
+    return result
 
 
 def decode_rates(spec: EngineSpec, streams: int, short_s: Sequence[float], long_s: Sequence[float]) -> Spread:
@@ -182,32 +215,11 @@ def by_kind(kernels: Sequence[Kernel]) -> tuple[tuple[str, float, float], ...]:
 
 def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
     """The page: rates of each configuration beside the first, the share of the roofline, where a step goes."""
-    spec, first = result.spec, result.runs[0]
     card = result.cards[0].name if result.cards else None
     lines = [f"# Engine: {' against '.join(run.label for run in result.runs)}", ""]
-    lines += [
-        f"{card or 'no card'}, vLLM {result.vllm}, torch {result.torch}, weights of {Path(spec.model_folder).name}",
-        "",
-    ]
-    lines += [f"| | {' | '.join(run.label for run in result.runs)} |", "|:--|" + "--:|" * len(result.runs)]
-    for streams in spec.streams:
-        cells = [_beside(run.decode.get(streams), first.decode.get(streams)) for run in result.runs]
-        lines.append(f"| decode, {streams} streams, t/s | {' | '.join(cells)} |")
-    for tokens in spec.prefills:
-        cells = [_beside(run.prefill.get(tokens), first.prefill.get(tokens)) for run in result.runs]
-        lines.append(f"| prefill {tokens}, t/s | {' | '.join(cells)} |")
-    for depth in spec.depths:
-        for kind in ("prefill", "decode"):
-            rates = [getattr(run.depths.get(depth), kind, None) for run in result.runs]
-            cells = [_one_beside(rate, rates[0] if place else None) for place, rate in enumerate(rates)]
-            name = f"prefill of {depth}" if kind == "prefill" else f"decode behind {depth}"
-            lines.append(f"| {name}, t/s | {' | '.join(cells)} |")
-    context = spec.prompt + (spec.short + spec.long) // 2
-    bound = roofline(model, card, context) if model is not None and card is not None else None
-    if bound is not None:
-        shares = [f"{run.decode[1].median / bound:.1%}" if 1 in run.decode else "" for run in result.runs]
-        lines.append(f"| share of the byte roofline, {number(bound)} t/s at {context} tokens | {' | '.join(shares)} |")
-    lines += [f"| load, s | {' | '.join(f'{run.load_s:.0f}' for run in result.runs)} |", ""]
+    weights = Path(result.spec.model_folder).name
+    lines += [f"{card or 'no card'}, vLLM {result.vllm}, torch {result.torch}, weights of {weights}", ""]
+    lines += [*rates_table(result, model), ""]
     for run in result.runs:
         if run.kernels:
             lines += [f"## A decode step of {run.label}", "", "| kernels | us per token | calls |", "|:--|--:|--:|"]
@@ -218,6 +230,60 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
             ]
     options = {run.label: run.options for run in result.runs}
     return "\n".join([*lines, "Options of vllm.LLM:", "", "```json", json.dumps(options, indent=1), "```", ""])
+
+
+def rates_table(result: EngineResult, model: PlanModel | None) -> list[str]:
+    """Lines of a Markdown table: every figure of each configuration beside the first's; empty where none was taken."""
+    spec, runs, first = result.spec, result.runs, result.runs[0]
+    rows: list[tuple[str, list[str]]] = []
+    for streams in spec.streams:
+        cells = [_beside(run.decode.get(streams), first.decode.get(streams)) for run in runs]
+        rows.append((f"decode, {streams} stream{'s' if streams > 1 else ''}, t/s", cells))
+    for tokens in spec.prefills:
+        rows.append(
+            (f"prefill {tokens}, t/s", [_beside(run.prefill.get(tokens), first.prefill.get(tokens)) for run in runs])
+        )
+    for depth in spec.depths:
+        for kind in ("prefill", "decode"):
+            rates = [getattr(run.depths.get(depth), kind, None) for run in runs]
+            cells = [_one_beside(rate, rates[0] if place else None) for place, rate in enumerate(rates)]
+            rows.append((f"prefill of {depth}, t/s" if kind == "prefill" else f"decode behind {depth}, t/s", cells))
+    context = short_context(spec)
+    card = result.cards[0].name if result.cards else None
+    bound = roofline(model, card, context) if model is not None and card is not None else None
+    if bound is not None:
+        shares = [f"{run.decode[1].median / bound:.1%}" if 1 in run.decode else "" for run in runs]
+        rows.append((f"share of the byte roofline, {number(bound)} t/s at {context} tokens", shares))
+    rows += _resident_rows(runs) + _start_rows(runs)
+    table = [f"| | {' | '.join(run.label for run in runs)} |", "|:--|" + "--:|" * len(runs)]
+    return table + [f"| {name} | {' | '.join(cells)} |" for name, cells in rows]
+
+
+def short_context(spec: EngineSpec) -> int:
+    """Tokens in the cache halfway through what gives the decode rates by streams."""
+    return spec.prompt + (spec.short + spec.long) // 2
+
+
+def _resident_rows(runs: Sequence[EngineRun]) -> list[tuple[str, list[str]]]:
+    rows = []
+    for name, sizes in (
+        ("weights in memory, GiB", [run.model_bytes for run in runs]),
+        ("all that the process holds, KV pool included, GiB", [run.reserved_bytes for run in runs]),
+    ):
+        if any(size is not None for size in sizes):
+            rows.append((name, ["" if size is None else f"{size / GIB:.2f}" for size in sizes]))
+    return rows
+
+
+def _start_rows(runs: Sequence[EngineRun]) -> list[tuple[str, list[str]]]:
+    name = "start from empty caches, s" if all(run.cold for run in runs) else "load, s"
+    if any(run.side_by_side for run in runs):
+        name = f"{name.removesuffix(', s')}, beside other engines' starts, s"
+    rows = [(name, [f"{run.load_s:.0f}" for run in runs])]
+    again = [spread(run.restart_s) for run in runs]
+    if any(again):
+        rows.append(("start from the caches of the first, s", [f"{one.median:.0f}" if one else "" for one in again]))
+    return rows
 
 
 def _beside(value: Spread | None, first: Spread | None) -> str:

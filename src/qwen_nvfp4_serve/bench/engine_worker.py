@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
+import tempfile
 import time
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from random import Random
@@ -26,11 +29,14 @@ from qwen_nvfp4_serve.bench.engine import (
     Kernel,
     decode_rates,
     dump_engine,
+    dump_spec,
+    read_engine,
     read_spec,
 )
 from qwen_nvfp4_serve.bench.machine import query_cards
 from qwen_nvfp4_serve.bench.statistics import spread
 
+MODULE = "qwen_nvfp4_serve.bench.engine_worker"
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that the profiler sees the kernels
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its first-use compile took about 100 s on an H200
@@ -47,6 +53,7 @@ DEFAULTS: dict[str, Any] = {
     "distributed_executor_backend": "uni",
     "disable_log_stats": False,  # the time stamps of each answer
 }
+CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # what a start leaves for the next
 MAX_KERNELS = 80
 LOOK_EVERY_S = 0.1
 
@@ -55,14 +62,40 @@ def main() -> None:
     """Entry point."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    spec = read_spec(Path(sys.argv[1]).read_text())
+    spec, out = read_spec(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     if not dummy_weights.install():
         print("vLLM's own dummy weights: tokens elect the same experts", flush=True)
     gate = sys.argv[3] if len(sys.argv) > 3 else None
-    runs = tuple(measure(spec, label, options, gate) for label, options in spec.configurations.items())
+    with tempfile.TemporaryDirectory() as caches:
+        if spec.restarts:
+            os.environ.update({name: f"{caches}/{name.lower()}" for name in CACHES})
+        runs = tuple(measure(spec, label, options, gate) for label, options in spec.configurations.items())
+        if spec.restarts:  # what a configuration leaves in the caches is there for those after it
+            runs = (replace(runs[0], cold=True), *runs[1:])
+            runs = tuple(replace(run, restart_s=restart_seconds(spec, run.label, Path(caches))) for run in runs)
     versions = {name: str(import_module(name).__version__) for name in ("vllm", "torch")}
-    result = EngineResult(spec=spec, cards=query_cards(), runs=runs, **versions)
-    Path(sys.argv[2]).write_bytes(dump_engine(result))
+    out.write_bytes(dump_engine(EngineResult(spec=spec, cards=query_cards(), runs=runs, **versions)))
+
+
+def restart_seconds(spec: EngineSpec, label: str, folder: Path) -> tuple[float, ...]:
+    """How long each new process takes to have the engine of `label` up; it answers once and ends."""
+    bare = replace(
+        spec,
+        configurations={label: spec.configurations[label]},
+        streams=(),
+        prefills=(),
+        depths=(),
+        profile_tokens=0,
+        restarts=0,
+    )
+    spec_file, result_file = folder / "spec.json", folder / "result.json"
+    spec_file.write_bytes(dump_spec(bare))
+    found = []
+    for _ in range(spec.restarts):
+        subprocess.run([sys.executable, "-m", MODULE, str(spec_file), str(result_file)], check=True)
+        found.append(read_engine(result_file).runs[0].load_s)
+        print(f"{label}: started again in {found[-1]:.0f} s", flush=True)
+    return tuple(found)
 
 
 def wait_at(gate: str) -> None:
@@ -107,6 +140,9 @@ def measure(spec: EngineSpec, label: str, overrides: dict[str, Any], gate: str |
         depths=depths,
         used_bytes=_used_bytes(),
         kernels=timer.kernels(spec.profile_tokens) if spec.profile_tokens else (),
+        model_bytes=_model_bytes(engine),
+        reserved_bytes=_reserved_bytes(),
+        side_by_side=gate is not None,
     )
     _take_down(engine)
     return run
@@ -171,6 +207,26 @@ def _used_bytes() -> int | None:
         return None
     free, total = cuda.mem_get_info()
     return int(total - free)
+
+
+def _reserved_bytes() -> int | None:
+    cuda = import_module("torch").cuda
+    return int(cuda.memory_reserved()) if cuda.is_available() else None
+
+
+def _model_bytes(engine: Any) -> int | None:
+    """What vLLM logs as "Model loading took"; None where it does not say: what was measured is not lost for it."""
+    try:
+        (found,) = engine.collective_rpc(_counted_bytes)
+    except Exception as error:
+        print(f"memory of the model not known: {error}", flush=True)
+        return None
+    return None if found is None else int(found)
+
+
+def _counted_bytes(worker: Any) -> int | None:
+    found: int | None = getattr(worker.model_runner, "model_memory_usage", None)
+    return found
 
 
 def _take_down(engine: Any) -> None:

@@ -41,15 +41,25 @@ def _failures(result: Result) -> str:
 
 
 def _short_answers(result: Result) -> list[str]:
-    """Answers that ended early, and prompts whose length the server counted otherwise than asked."""
-    early = off = 0
+    """Answers that ended early, prompts of another length by the server's count than asked, and first tokens that came
+    before the latency was over."""
+    early = off = sooner = 0
     for case in result.cases:
         asked = case.case.depth + case.case.prompt
         for sample in (sample for batch in case.batches for sample in batch.samples if sample.failure is None):
             early += (sample.completion_tokens or 0) < case.case.generate
             off += case.case.phase == "request" and sample.prompt_tokens != asked
+            if sample.first_token_s is not None:
+                sooner += 1000.0 * (sample.first_token_s - sample.start_s) <= result.latency_ms
     notes = [f"{early} answers ended before the tokens asked for."] if early else []
-    return notes + ([f"{off} prompts were not exactly as long as asked; rates use the true length."] if off else [])
+    if off:
+        notes.append(f"{off} prompts were not exactly as long as asked; rates use the true length.")
+    if sooner:
+        latency = f"{result.latency_ms:.2f} ms"
+        notes.append(
+            f"{sooner} first tokens came within the {latency} of a small request: their prompts have no prefill rate."
+        )
+    return notes
 
 
 def _goodput(result: Result) -> str:

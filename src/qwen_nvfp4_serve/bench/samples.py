@@ -11,6 +11,7 @@ from pydantic import ConfigDict
 
 FailureKind = Literal["connect", "http", "error event", "dropped", "timeout", "bad event", "no usage"]
 DETAIL_CHARS = 200
+MOST_TOKENS = 2**53  # no answer has more, and rates are floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +176,12 @@ def _json_object(text: bytes) -> dict[str, Any] | None:
 def _is_usage(value: object) -> TypeGuard[dict[str, Any]]:
     if not isinstance(value, dict):
         return False
-    counts = [value.get(name) for name in ("prompt_tokens", "completion_tokens")]
-    return all(isinstance(count, int) and count >= 0 for count in counts)
+    return all(is_count(value.get(name)) for name in ("prompt_tokens", "completion_tokens"))
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """True for a number of tokens."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
 
 
 def _has_text(choice: object) -> bool:

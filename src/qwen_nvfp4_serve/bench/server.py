@@ -38,7 +38,7 @@ def describe_server(server: Server, *, log: Path | None, plan: Path | None) -> S
         base_url=server.base_url,
         model=server.model,
         max_model_len=server.max_model_len or None,
-        vllm=_version(version),
+        vllm=version_of(version),
         cache=cache_labels(metrics or ""),
         kernels=None if said is None else kernel_lines(said),
         ready_s=None if said is None else ready_seconds(said),
@@ -72,10 +72,11 @@ def _get(http: httpx.Client, url: str) -> str | None:
     return answer.text if answer.status_code == httpx.codes.OK else None
 
 
-def _version(text: str | None) -> str | None:
+def version_of(text: str | None) -> str | None:
+    """The version in what /version answers; None where it names none."""
     try:
         value = json.loads(text or "null")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     version = value.get("version") if isinstance(value, dict) else None
     return version if isinstance(version, str) else None
@@ -84,7 +85,7 @@ def _version(text: str | None) -> str | None:
 def _plan(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read(path, "--plan"))
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise UsageError(f"--plan {path}", seen="no JSON object", expected="what `qwen-nvfp4 plan --json` prints")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -106,8 +107,10 @@ def check_workload(workload: Workload, max_model_len: int) -> None:
         "--tpot-ms": workload.tpot_limit_ms,
     }
     for option, limit in limits.items():
-        if limit is not None and limit <= 0:
-            raise UsageError(option, seen=f"{limit:g}", expected="more than 0")
+        if limit is not None and not 0 < limit < math.inf:
+            raise UsageError(option, seen=f"{limit:g}", expected="a number above 0")
+    if not 0 <= workload.temperature < math.inf:
+        raise UsageError("--temperature", seen=f"{workload.temperature:g}", expected="0 or more")
     longest = max(workload.depths) + max(workload.prompts) + max(workload.generates)
     if max_model_len and longest > max_model_len:
         raise UsageError(

@@ -178,6 +178,7 @@ def engine(
     prefill: str = typer.Option("8192", help="Prompts of the prefill rate, tokens."),
     rounds: int = typer.Option(3, help="Measurements of each figure."),
     profile: int = typer.Option(64, help="Decode steps to profile; 0 for none."),
+    restarts: int = typer.Option(0, help="Starts in new processes after the first, which then finds empty caches."),
     model: str | None = typer.Option(None, help="Catalogue name, for the byte roofline."),
 ) -> None:
     """One engine configuration against another on dummy weights, without HTTP, in one process."""
@@ -192,6 +193,7 @@ def engine(
         prefills=numbers("--prefill", prefill),
         rounds=rounds,
         profile_tokens=profile,
+        restarts=restarts,
     )
     run_engine(spec, out, model)
 
@@ -221,6 +223,25 @@ def published_figures(
     with writing(out):
         chart = draw_landscape(row, out)
         (out / f"{row.name}.md").write_text(landscape_markdown(row, chart), encoding="utf-8")
+
+
+@group.command("record")
+def card_record(
+    card: str = typer.Argument("h200", help="Card of the record, as `qwen-nvfp4 plan --gpu` takes it."),
+    take: Path | None = typer.Option(None, help="Folder of a visit to the card: its engine-<size>-<label>.json first."),
+    out: Path = typer.Option(Path("docs/results"), help="Folder with engine-<size>-<card>.json; pages and charts too."),
+) -> None:
+    """Write the pages and charts of what was measured on a card, from its JSON alone; measures nothing."""
+    from qwen_nvfp4_serve.bench.files import writing
+    from qwen_nvfp4_serve.bench.record import take as take_visit
+    from qwen_nvfp4_serve.bench.record import write_card_record
+    from qwen_nvfp4_serve.cli.bench_screen import screen
+    from qwen_nvfp4_serve.gpus import find_gpu
+
+    row = find_gpu(card)
+    with writing(out):
+        written = (() if take is None else take_visit(take, out, row)) + write_card_record(out, row)
+    screen().print("wrote", ", ".join(map(str, written)), markup=False)
 
 
 @group.command()

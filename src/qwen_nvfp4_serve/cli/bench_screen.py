@@ -101,7 +101,7 @@ def screen() -> Console:
 
 def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
     """Runs the worker in a process that becomes the engine, then writes and prints the page."""
-    from qwen_nvfp4_serve.bench.engine import dump_spec, engine_markdown, read_engine
+    from qwen_nvfp4_serve.bench.engine import check_spec, dump_spec, engine_markdown, read_engine
     from qwen_nvfp4_serve.bench.files import writing
     from qwen_nvfp4_serve.errors import QwenNvfp4Error
     from qwen_nvfp4_serve.preflight import installed_kind
@@ -110,7 +110,7 @@ def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
     planned = None if model is None else _plan_model(model)
     spec_file, result_file = out / "engine-spec.json", out / "engine.json"
     with writing(out):
-        spec_file.write_bytes(dump_spec(spec))
+        spec_file.write_bytes(dump_spec(check_spec(spec)))
     inherited = os.environ.get("PYTHONPATH")
     path = python_path(inherited) if installed_kind() == "cpu" else inherited
     environment = dict(os.environ) | ({"PYTHONPATH": path} if path else {})

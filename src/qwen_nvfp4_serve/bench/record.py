@@ -1,0 +1,245 @@
+"""The record of a card: vLLM's own kernels against ours, both model sizes, from `engine-<size>-<card>.json` alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from qwen_nvfp4_serve.bench.engine import (
+    EngineResult,
+    dump_engine,
+    engine_markdown,
+    rates_table,
+    read_engine,
+    short_context,
+)
+from qwen_nvfp4_serve.bench.files import write_whole
+from qwen_nvfp4_serve.bench.landscape import bounds, entries
+from qwen_nvfp4_serve.bench.published import Published
+from qwen_nvfp4_serve.bench.report import markdown_table
+from qwen_nvfp4_serve.bench.rows import number
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.gpus import GpuRow, find_gpu, match_gpu
+from qwen_nvfp4_serve.models import find_model
+from qwen_nvfp4_serve.planner import PlanModel
+
+MODELS = {"35b": "qwen3.5-35b-a3b", "27b": "qwen3.5-27b"}
+SIZES = {"35b": "35B-A3B", "27b": "27B"}
+LABELS = ("stock", "ours")
+BESIDE = "rtx-5090"  # the card that most others published for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The engines of one model size on one card. size: a key of SIZES, as in file names."""
+
+    size: str
+    model: PlanModel
+    result: EngineResult
+
+    @property
+    def title(self) -> str:
+        """The size in words."""
+        return SIZES[self.size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneStream:
+    """What one stream reached on the card: tokens/s behind so many tokens of context; None where not measured."""
+
+    label: str
+    depth: int
+    decode: float | None
+    prefill: float | None
+
+
+def file_of(folder: Path, size: str, card: GpuRow) -> Path:
+    """Where the engines of one size are kept."""
+    return folder / f"engine-{size}-{card.name}.json"
+
+
+def read_card_record(folder: Path, card: GpuRow) -> tuple[Recorded, ...]:
+    """What there is of a card. Raises UsageError where there is nothing, or a file is of another card."""
+    found = []
+    for size in SIZES:
+        file = file_of(folder, size, card)
+        if not file.exists():
+            continue
+        result = read_engine(file)
+        _check_card(file, result, card)
+        found.append(Recorded(size=size, model=_plan_model(size), result=result))
+    if not found:
+        expected = " or ".join(file_of(folder, size, card).name for size in SIZES)
+        raise UsageError(f"record in {folder}", seen="no engine of this card", expected=expected)
+    return tuple(found)
+
+
+def take(visit: Path, folder: Path, card: GpuRow) -> tuple[Path, ...]:
+    """Joins the files `engine-<size>-<label>.json` of a visit to a card into one a size; returns those written.
+
+    Sizes of which the visit has nothing stay as they are. Raises UsageError where the visit has nothing at all, or what
+    it has of one size is not of one machine, one version and one workload.
+    """
+    written = []
+    for size in SIZES:
+        files = [visit / f"engine-{size}-{label}.json" for label in LABELS]
+        parts = [(file, read_engine(file)) for file in files if file.exists()]
+        if parts:
+            for file, part in parts:
+                _check_card(file, part, card)
+            written.append(file_of(folder, size, card))
+            write_whole(written[-1], dump_engine(_joined(parts, MODELS[size])))
+    if not written:
+        expected = "engine-<size>-<label>.json, as a visit to a card leaves them"
+        raise UsageError(f"visit {visit}", seen="no engine", expected=expected)
+    return tuple(written)
+
+
+def write_card_record(folder: Path, card: GpuRow) -> tuple[Path, ...]:
+    """Writes the page of every size, the charts and `<card>.md`; returns the pages."""
+    from qwen_nvfp4_serve.bench.record_charts import draw_record
+
+    record = read_card_record(folder, card)
+    pages = []
+    for one in record:
+        pages.append(file_of(folder, one.size, card).with_suffix(".md"))
+        pages[-1].write_text(engine_markdown(one.result, one.model), encoding="utf-8")
+    draw_record(record, card, folder)
+    pages.append(folder / f"{card.name}.md")
+    pages[-1].write_text(record_markdown(record, card), encoding="utf-8")
+    return tuple(pages)
+
+
+def record_markdown(record: Sequence[Recorded], card: GpuRow) -> str:
+    """The page: each size with its chart and table, then one stream beside what others published for another card."""
+    lines = [f"# {card.title}: vLLM's own kernels and ours", ""]
+    lines += [
+        "Decode and prefill of `vllm.LLM` on dummy weights of the real shapes, without HTTP, FP8 KV cache, no drafts;",
+        "medians of several rounds with their standard deviation, one behind long prompts. `stock` is vLLM's kernels,",
+        "`ours` those of `NVFP4_BACKEND=hybrid`. Generated from the JSON beside it: `qwen-nvfp4 bench record`.",
+        "",
+    ]
+    for one in record:
+        page = f"engine-{one.size}-{card.name}.md"
+        lines += [f"## {one.title}", "", f"Measured on: {measured_on(one.result)}.", ""]
+        lines += [f"![{one.title}]({card.name}-{one.size}.png)", ""]
+        if costs_known(one.result):
+            lines += [f"![memory and start]({card.name}-{one.size}-costs.png)", ""]
+        lines += [*rates_table(one.result, one.model), ""]
+        lines += [f"Options, and every kind of kernel of a decode step: [{page}]({page}).", ""]
+    other = find_gpu(BESIDE)
+    lines += [f"## One stream, beside what others published for the {other.title}", ""]
+    lines += [
+        "Another card with other bandwidth, other weights and engines: not measured by this project, and no race.",
+        f"Caveats and sources: [{other.name}.md]({other.name}.md).",
+        "",
+        f"![beside]({card.name}-beside.png)",
+        "",
+    ]
+    head = ("model", "what", "context", "decode, t/s", "prefill, t/s", "card", "measured by")
+    return "\n".join([*lines, markdown_table(head, _beside_rows(record, card, other))])
+
+
+def measured_on(result: EngineResult) -> str:
+    """Card, driver, clock, power limit and versions of a result, as its file has them."""
+    card = result.cards[0] if result.cards else None
+    words = [] if card is None else [f"**{card.name}**"]
+    if card is not None and card.driver is not None:
+        words.append(f"driver {card.driver}")
+    if card is not None and card.sm_clock_mhz is not None:
+        words.append(f"SM {card.sm_clock_mhz:.0f} MHz")
+    if card is not None and card.power_limit_w is not None:
+        words.append(f"{card.power_limit_w:.0f} W")
+    return ", ".join([*words, f"vLLM {result.vllm}", f"torch {result.torch}"])
+
+
+def costs_known(result: EngineResult) -> bool:
+    """True where a run knows what it holds in memory, and how long it takes to start when nothing else does."""
+    return any(
+        run.model_bytes is not None and (run.restart_s or (run.cold and not run.side_by_side)) for run in result.runs
+    )
+
+
+def one_stream(result: EngineResult) -> tuple[OneStream, ...]:
+    """Rates of one stream of every run, the short context first."""
+    found = []
+    for run in result.runs:
+        if 1 in run.decode:
+            context = short_context(result.spec)
+            found.append(OneStream(label=run.label, depth=context, decode=run.decode[1].median, prefill=None))
+        found += [
+            OneStream(label=run.label, depth=depth, decode=rates.decode, prefill=rates.prefill)
+            for depth, rates in sorted(run.depths.items())
+        ]
+    return tuple(found)
+
+
+def _beside_rows(record: Sequence[Recorded], card: GpuRow, other: GpuRow) -> list[tuple[str, ...]]:
+    rows = []
+    for one in record:
+        for seen in one_stream(one.result):
+            rates = ["" if rate is None else number(rate) for rate in (seen.decode, seen.prefill)]
+            where = f"{seen.depth:,} tokens"
+            rows.append((one.title, f"**{seen.label}**", where, *rates, card.title, "this project"))
+        for entry in entries(other, one.title):
+            for depth in sorted({figure.depth for figure in entry.figures}, key=lambda depth: (depth is None, depth)):
+                found = {
+                    figure.test: f"{figure.tokens_per_s:,.10g}" for figure in entry.figures if figure.depth == depth
+                }
+                where = "not stated" if depth is None else f"{depth:,} tokens"
+                rates = [found.get("decode", ""), found.get("prefill", "")]
+                rows.append((one.title, entry.title, where, *rates, other.title, entry.measured_by))
+        for bound in bounds(other):
+            if bound.size == one.title:
+                name, where = f"bound of {bound.model} by bandwidth", f"{bound.depth:,} tokens"
+                rows.append((one.title, name, where, number(bound.tokens_per_s), "", other.title, "computed"))
+    return rows
+
+
+def _published_rates(entry: Published) -> list[tuple[int | None, list[str]]]:
+    """Decode and prefill as published, by depth; those without a depth last."""
+    depths = {figure.depth for figure in entry.figures}
+    found = []
+    for depth in sorted(depths, key=lambda depth: (depth is None, depth or 0)):
+        said = {one.test: f"{one.tokens_per_s:,.10g}" for one in entry.figures if one.depth == depth}
+        found.append((depth, [said.get("decode", ""), said.get("prefill", "")]))
+    return found
+
+
+def _joined(parts: Sequence[tuple[Path, EngineResult]], model: str) -> EngineResult:
+    """One result of several that differ in their configurations only; the model's folder is called by its name."""
+    (_, first), *others = parts
+    for file, part in others:
+        for name, here, there in (
+            ("workload", replace(first.spec, configurations={}), replace(part.spec, configurations={})),
+            ("vLLM", first.vllm, part.vllm),
+            ("torch", first.torch, part.torch),
+            ("card", _card_name(first), _card_name(part)),
+        ):
+            if here != there:
+                raise UsageError(f"{file.name}, {name}", seen=str(there), expected=f"{here}, as the file before it")
+    configurations = {label: options for _, part in parts for label, options in part.spec.configurations.items()}
+    runs = tuple(
+        replace(run, options={name: value for name, value in run.options.items() if name != "model"})
+        for _, part in parts
+        for run in part.runs
+    )
+    return replace(first, spec=replace(first.spec, model_folder=model, configurations=configurations), runs=runs)
+
+
+def _check_card(file: Path, result: EngineResult, card: GpuRow) -> None:
+    name = _card_name(result)
+    if name is None or match_gpu(name) != card:
+        raise UsageError(f"{file.name}, card", seen=name or "none", expected=card.title)
+
+
+def _card_name(result: EngineResult) -> str | None:
+    return result.cards[0].name if result.cards else None
+
+
+def _plan_model(size: str) -> PlanModel:
+    row = find_model(MODELS[size])
+    if row is None or row.dims is None:
+        raise ValueError(f"{MODELS[size]} has no dimensions in the table")
+    return PlanModel.from_row(row, row.dims)

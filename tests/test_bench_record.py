@@ -1,0 +1,196 @@
+"""The record of a card: joined from a visit's files, refused where they do not belong together, drawn from JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tests.test_bench_engine import made, result
+
+from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, read_engine
+from qwen_nvfp4_serve.bench.record import (
+    file_of,
+    read_card_record,
+    record_markdown,
+    take,
+    write_card_record,
+)
+from qwen_nvfp4_serve.bench.record_charts import start_bars
+from qwen_nvfp4_serve.bench.rows import number
+from qwen_nvfp4_serve.cli import main
+from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.gpus import find_gpu
+from qwen_nvfp4_serve.units import GIB
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+H200 = find_gpu("h200")
+DEPTH = 65_536
+
+
+def part(label: str, rate: float) -> EngineResult:
+    """What one engine of a visit leaves: its own configuration in a folder of the visit."""
+    whole = result()
+    run = replace(made(rate, label), options={"model": "/visit/35b", "kv_cache_dtype": "fp8"})
+    return replace(whole, spec=replace(whole.spec, configurations={label: {"a": 1}}), runs=(run,))
+
+
+def visit(folder: Path, size: str = "35b", **changed: Callable[[EngineResult], EngineResult]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for label, rate in (("stock", 200.0), ("ours", 300.0)):
+        found = changed.get(label, lambda same: same)(part(label, rate))
+        (folder / f"engine-{size}-{label}.json").write_bytes(dump_engine(found))
+    return folder
+
+
+def words(svg: Path) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
+
+
+def test_take_joins_the_engines_of_a_size_without_the_visits_folder(tmp_path: Path) -> None:
+    assert take(visit(tmp_path / "visit"), tmp_path, H200) == (tmp_path / "engine-35b-h200.json",)
+    joined = read_engine(tmp_path / "engine-35b-h200.json")
+    assert [run.label for run in joined.runs] == ["stock", "ours"]
+    assert list(joined.spec.configurations) == ["stock", "ours"]
+    assert joined.spec.model_folder == "qwen3.5-35b-a3b"
+    assert "/visit" not in (tmp_path / "engine-35b-h200.json").read_text()
+    page = record_markdown(read_card_record(tmp_path, H200), H200)
+    assert "| decode, 1 stream, t/s | 200.0 ± 0.0 | 300.0 ± 0.0 (1.50x) |" in page
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda found: replace(found, vllm="0.34.0"), "vLLM: seen 0.34.0"),
+        (lambda found: replace(found, torch="2.14"), "torch"),
+        (lambda found: replace(found, spec=replace(found.spec, rounds=9)), "workload"),
+        (
+            lambda found: replace(found, cards=(replace(found.cards[0], name="NVIDIA B200"),)),
+            "card: seen NVIDIA B200",
+        ),
+        (lambda found: replace(found, cards=None), "card: seen none"),
+    ],
+)
+def test_take_of_what_does_not_belong_together_is_refused_and_nothing_written(
+    tmp_path: Path, change: Callable[[EngineResult], EngineResult], says: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"engine-35b-ours.json, {says}")):
+        take(visit(tmp_path / "visit", ours=change), tmp_path, H200)
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_take_of_one_engine_alone_keeps_what_is_known_of_the_other_size(tmp_path: Path) -> None:
+    take(visit(tmp_path / "first", "27b"), tmp_path, H200)
+    (visit(tmp_path / "second") / "engine-35b-stock.json").unlink()
+    take(tmp_path / "second", tmp_path, H200)
+    both = read_card_record(tmp_path, H200)
+    assert [(one.title, [run.label for run in one.result.runs]) for one in both] == [
+        ("35B-A3B", ["ours"]),
+        ("27B", ["stock", "ours"]),
+    ]
+
+
+def test_record_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"engine-35b-h200\.json"):
+        read_card_record(tmp_path, H200)
+    with pytest.raises(UsageError, match="no engine"):
+        take(tmp_path, tmp_path, H200)
+
+
+def test_record_under_the_name_of_another_card_is_refused(tmp_path: Path) -> None:
+    file_of(tmp_path, "35b", find_gpu("rtx-5090")).write_bytes(dump_engine(result()))
+    with pytest.raises(UsageError, match=r"NVIDIA H200.*RTX 5090"):
+        read_card_record(tmp_path, find_gpu("rtx-5090"))
+
+
+def test_record_page_sets_ours_beside_the_seeds_rows_each_with_its_card(tmp_path: Path) -> None:
+    take(visit(tmp_path / "visit"), tmp_path, H200)
+    take(visit(tmp_path / "visit", "27b"), tmp_path, H200)
+    page = record_markdown(read_card_record(tmp_path, H200), H200)
+    for row in (
+        f"| 35B-A3B | **ours** | {DEPTH:,} tokens | 150.0 | {number(5000)} | H200 | this project |",
+        "| 35B-A3B | 35B stack (Marlin) | 4,096 tokens | 196 | 21,000 | GeForce RTX 5090 | authors of the stack |",
+        "| 35B-A3B | 35B stack (Marlin) | 262,144 tokens | 156 | 5,000 | GeForce RTX 5090 | authors of the stack |",
+        "| 27B | 27B stack, Marlin | not stated | 80 | 4,000 | GeForce RTX 5090 | authors of the stack |",
+    ):
+        assert row in page
+    rows = [line for line in page.splitlines() if line.startswith(("| 35B-A3B |", "| 27B |"))]
+    assert all(("H200" in row) != ("RTX 5090" in row) for row in rows)
+    assert "costs.png" not in page
+
+
+def started(found: EngineResult, *, side_by_side: bool) -> EngineResult:
+    """The same with what it holds in memory and how long it took to start."""
+    costs = {"model_bytes": 21 * GIB, "reserved_bytes": 30 * GIB, "cold": True, "restart_s": (71.0, 73.0)}
+    return replace(found, runs=(replace(found.runs[0], side_by_side=side_by_side, **costs),))
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Exit code of `qwen-nvfp4 bench record`."""
+    monkeypatch.setattr("sys.argv", ["qwen-nvfp4", "bench", "record", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def test_command_writes_and_draws_what_a_visit_found_starts_and_memory_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = partial(started, side_by_side=False)
+    visit(tmp_path / "visit", stock=alone, ours=alone)
+    out = tmp_path / "out"
+    assert command(monkeypatch, "h200", "--take", str(tmp_path / "visit"), "--out", str(out)) == 0
+    assert {"h200.md", "h200-35b.png", "h200-beside.svg"} <= {file.name for file in out.iterdir()}
+    page = (out / "h200.md").read_text()
+    assert "| weights in memory, GiB | 21.00 | 21.00 |" in page
+    assert "| start from empty caches, s | 60 | 60 |" in page
+    assert "| start from the caches of the first, s | 72 | 72 |" in page
+    assert "![memory and start](h200-35b-costs.png)" in page
+    drawn = words(out / "h200-35b-costs.svg")
+    assert {"stock: weights", "stock: empty caches", "ours: caches filled", "72.0", "60.0", "21.0"} <= set(drawn)
+
+
+def test_start_beside_other_engines_is_said_and_not_drawn(tmp_path: Path) -> None:
+    beside = partial(started, side_by_side=True)
+    take(visit(tmp_path / "visit", stock=beside, ours=beside), tmp_path, H200)
+    record = read_card_record(tmp_path, H200)
+    assert "| start from empty caches, beside other engines' starts, s | 60 | 60 |" in record_markdown(record, H200)
+    assert [name for name, *_ in start_bars(record[0].result.runs)] == ["stock: caches filled", "ours: caches filled"]
+
+
+def test_command_of_a_folder_without_an_engine_is_wrong_use(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command(monkeypatch, "--out", str(tmp_path / "empty")) == 2
+    assert "no engine of this card" in capsys.readouterr().err
+
+
+def test_record_in_the_docs_is_what_its_json_says(tmp_path: Path) -> None:
+    record = read_card_record(RESULTS, H200)
+    assert (RESULTS / "h200.md").read_text() == record_markdown(record, H200), "run `qwen-nvfp4 bench record`"
+    for one in record:
+        file = file_of(RESULTS, one.size, H200)
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    write_card_record(tmp_path, H200)
+    for chart in tmp_path.glob("*.svg"):
+        assert words(RESULTS / chart.name) == words(chart), "run `qwen-nvfp4 bench record`"
+        assert (RESULTS / chart.name).with_suffix(".png").exists()
+
+
+def test_ratios_of_the_readme_are_those_of_the_record() -> None:
+    stock, ours = read_engine(file_of(RESULTS, "35b", H200)).runs
+    deepest = max(stock.depths)
+    ratios = [ours.decode[streams].median / stock.decode[streams].median for streams in (1, 8)]
+    ratios.append(ours.depths[deepest].decode / stock.depths[deepest].decode)
+    text = " ".join((ROOT / "README.md").read_text().split())
+    said = re.search(
+        r"decodes 35B-shaped dummy weights ([\d.]+) times as fast as vLLM's own at one stream, ([\d.]+) times at eight "
+        r"and ([\d.]+) times behind 256K tokens",
+        text,
+    )
+    assert said is not None
+    assert list(said.groups()) == [f"{ratio:.2f}" for ratio in ratios]
