@@ -14,13 +14,13 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from qwen_nvfp4_serve import preflight
-from qwen_nvfp4_serve.capacity import plan_capacity
+from qwen_nvfp4_serve.capacity import plan_capacity, tightest_card
 from qwen_nvfp4_serve.checkpoint import Report as CheckpointReport
 from qwen_nvfp4_serve.checkpoint import inspect_folder, plan_model, require_servable
 from qwen_nvfp4_serve.container import check_container, in_container
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.fetch import fetch
-from qwen_nvfp4_serve.host import Gpu, detect_gpus, has_cxx_compiler
+from qwen_nvfp4_serve.host import Gpu, detect_gpus, has_cxx_compiler, hub_folder
 from qwen_nvfp4_serve.launch import DRAIN_MIDDLEWARE, Host, Launch, Model, build_launch
 from qwen_nvfp4_serve.models import DEFAULT_ON_CARD, DEFAULT_WITHOUT_CARD, ModelRef, find_model, resolve_knob
 from qwen_nvfp4_serve.planner import Plan, PlanModel
@@ -76,7 +76,7 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     ref = resolve_knob(settings.model or (DEFAULT_ON_CARD if device == "cuda" else DEFAULT_WITHOUT_CARD))
     model = locate(ref, settings)
     preflight.check_patches(settings, device, model_config(model), vllm_version)
-    gpu = detect_gpus(settings.cuda_visible_devices)[0] if device == "cuda" else None
+    gpu = tightest_card(settings, detect_gpus(settings.cuda_visible_devices)) if device == "cuda" else None
     shortfall = read_extra(shortfalls(settings), shortfall_key(model, gpu))
     planned = planned_model(ref, model, settings, report)
     capacity = plan_capacity(settings, planned, gpu, extra_bytes=shortfall)
@@ -226,8 +226,7 @@ def download(model: Model, settings: Settings, report: Report) -> None:
 
 def hub_cache(settings: Settings) -> Path:
     """Where vLLM will look for the files of a hub model."""
-    home = Path(settings.hf_home).expanduser() if settings.hf_home else Path.home() / ".cache" / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    return hub_folder(settings.hf_home)
 
 
 def child_environment(launch: Launch, environ: Mapping[str, str] | None = None) -> dict[str, str]:
