@@ -68,6 +68,8 @@ def test_prepare_on_a_5090_serves_the_35b_with_a_plan(machine: Any) -> None:
     assert flag(made, "--served-model-name") == "qwen3.5-35b-a3b"
     assert int(flag(made, "--max-model-len")) == 262144
     assert int(flag(made, "--max-num-batched-tokens")) >= 2096
+    assert made.plan is not None
+    assert int(flag(made, "--kv-cache-memory-bytes")) == made.plan.pool_bytes
     assert "--block-size" not in made.launch.argv
     assert any("max_model_len is" in row for row in rows)
 
@@ -101,6 +103,18 @@ def test_prepare_on_unified_memory_plans_with_what_the_host_could_give(
     assert made is not None
     assert made.request.free_bytes == 60 << 30
     assert sum(dataclasses.asdict(made.bytes).values()) == 60 << 30
+
+
+@pytest.mark.parametrize(("off_mib", "says"), [(0, False), (-200, False), (-400, True), (400, True)])
+def test_started_server_compares_free_memory_with_the_plan(machine: Any, off_mib: int, says: bool) -> None:
+    machine(CARD, kind="cuda", version="0.33.0")
+    made, _ = prepare()
+    assert made.plan is not None
+    assert made.plan.bytes.headroom is not None
+    machine(card(free_bytes=made.plan.bytes.headroom + (off_mib << 20)), kind="cuda", version="0.33.0")
+    rows: list[str] = []
+    serve._compare(made, lambda _stage, message: rows.append(message))(())
+    assert any("free memory after warm-up" in row for row in rows) is says
 
 
 def test_prepare_on_a_card_too_small_is_refused_with_what_would_work(machine: Any) -> None:

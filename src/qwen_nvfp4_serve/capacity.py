@@ -141,6 +141,8 @@ def _capacity(settings: Settings, planned: Plan, gpu: Gpu | None) -> Capacity:
         # On a CPU the engine process keeps 128 while its worker raises its own copy (vLLM 0.32), and caching misses.
         block_size_tokens=planned.block_size_tokens if gpu is None else None,
         gpu_memory_utilization=planned.gpu_memory_utilization,
+        # Pinned, so that a start is repeatable: vLLM's own measurement of what is left differs from boot to boot.
+        kv_cache_bytes=None if gpu is None else planned.pool_bytes,
         notices=tuple(notices),
         plan=planned,
     )

@@ -66,7 +66,7 @@ def fetch(
     A pinned commit that is complete needs no network. on_progress is called about every `interval_s` from the calling
     thread. Raises QwenNvfp4Error for a full disk, damage, no access or no network, UsageError for a wrong name.
     """
-    store = cache / f"models--{name.replace('/', '--')}"
+    store = _store(name, cache)
     try:
         return _fetch(
             name, store, revision, token=token, offline=offline, on_progress=on_progress, interval_s=interval_s
@@ -109,10 +109,22 @@ def _fetch(
     return Fetched(folder=folder, commit=repo.commit, downloaded_bytes=downloaded)
 
 
+def snapshot_here(name: str, cache: Path, revision: str | None = None) -> Path | None:
+    """The folder of a repository at `revision` (None: main) when it is here, whole; asks nobody."""
+    try:
+        return _complete_snapshot(_store(name, cache), revision)
+    except (OSError, UsageError):
+        return None
+
+
+def _store(name: str, cache: Path) -> Path:
+    return cache / f"models--{name.replace('/', '--')}"
+
+
 def missing_bytes(name: str, *, cache: Path, revision: str | None = None, token: str | None = None) -> int:
     """What `fetch` would still have to download, in bytes; asks the hub. Raises like `fetch`."""
     repo = find_repo(name, revision, token=token)
-    blobs = _wanted(repo, cache / f"models--{name.replace('/', '--')}")
+    blobs = _wanted(repo, _store(name, cache))
     return sum(blob.size_bytes - partial_bytes(blob) for blob in blobs.values() if not blob.is_whole)
 
 
