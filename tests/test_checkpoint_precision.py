@@ -99,6 +99,41 @@ def test_case_mo_w4a16_reads_the_layer(tmp_path: Path, nested: bool) -> None:
     assert report.precision.by_class["down_proj"] == "NVFP4 W4A16"
 
 
+@pytest.mark.parametrize("place", ["text_config", "compression_config", "hf_quant_config.json"])
+def test_quantization_is_found_wherever_vllm_looks(tmp_path: Path, place: str) -> None:
+    write_config(tmp_path, **({place: compressed_tensors()} if place == "compression_config" else {}))
+    config = json.loads((tmp_path / "config.json").read_text())
+    if place == "text_config":
+        config["text_config"]["quantization_config"] = compressed_tensors()
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    if place == "hf_quant_config.json":
+        (tmp_path / place).write_text(json.dumps(compressed_tensors()))
+    write_shard(tmp_path / "model.safetensors", packed_ct(f"{LAYER}.mlp.down_proj", 64, 64))
+    report = inspect_folder(tmp_path)
+    assert report.errors == ()
+    assert report.precision.by_class["down_proj"] == "NVFP4 W4A4"
+
+
+def test_mo_mixed_without_layers_takes_those_of_the_other_file(tmp_path: Path) -> None:
+    layers = {f"{LAYER}.mlp.down_proj": {"quant_algo": "W4A16_NVFP4"}}
+    write_config(tmp_path, quantization_config={"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"})
+    nested = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(nested))
+    write_shard(tmp_path / "model.safetensors", packed_modelopt(f"{LAYER}.mlp.down_proj", 64, 64))
+    report = inspect_folder(tmp_path)
+    assert report.errors == ()
+    assert report.precision.by_class["down_proj"] == "NVFP4 W4A16"
+
+
+@pytest.mark.parametrize("groups", [{}, None, {"kv": {"targets": ["re:.*Attention"]}}])
+def test_ct_groups_that_reach_no_matrix_leave_packed_ones_undeclared(tmp_path: Path, groups: Any) -> None:
+    quantization = compressed_tensors() | {"config_groups": groups, "kv_cache_scheme": {"num_bits": 8}}
+    tensors = packed_ct(f"{LAYER}.mlp.down_proj", 64, 64) | plain("lm_head", 64, 64)
+    report = inspect_tensors(tmp_path, tensors, quantization_config=quantization)
+    assert codes(report.errors) == ["undeclared"]
+    assert codes(report.warnings) == ["kv-scales"]
+
+
 @pytest.mark.parametrize(
     "body",
     [

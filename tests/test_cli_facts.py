@@ -349,6 +349,10 @@ def test_fetch_downloads_then_finds_it_offline(tmp_path: Path, monkeypatch: pyte
         code, output = run("fetch", REPO)
         assert code == 1
         assert "HF_TOKEN" in output
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+        hub.status = None
+        assert run("fetch", REPO)[0] == 0
+        assert list((tmp_path / "elsewhere").glob("models--*"))
     assert run("fetch", tmp_path / "model")[0] == 2
     write_sound(tmp_path / "model")
     code, output = run("fetch", tmp_path / "model")

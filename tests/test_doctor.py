@@ -42,6 +42,15 @@ RULES: list[tuple[str, dict[str, Any], bool, str]] = [
     ("driver", {"driver": "575.1", "cuda_image": "12.8", "gpu": "RTX 5080", "capability": [12, 0]}, True, "12.8"),
     ("driver", {"driver": "about 580", "gpu": "RTX 5090"}, False, "no version"),
     ("driver", {"driver": "570.1", "gpu": "RTX 5090"}, False, "13.0"),
+    ("driver", {"driver": "580.1", "cuda_image": "13.0.1-runtime-ubuntu24.04", "gpu": "RTX 5090"}, True, "13.0"),
+    ("driver", {"driver": "570.1", "cuda_image": "cuda:13.1", "gpu": "RTX 5090"}, False, "580"),
+    ("driver", {"driver": "580.1", "cuda_image": "latest", "gpu": "RTX 5090"}, False, "set CUDA_VERSION"),
+    ("card", {"gpu": "AMD Radeon RX 7900 XTX"}, False, "no NVIDIA card"),
+    ("card", {"gpu": "Intel Arc B580"}, False, "DEVICE=cpu"),
+    ("card", {"gpu": "NVIDIA RTX 9999"}, True, "not in the table"),
+    ("cards", {"gpu": "RTX 5090", "cards": 1, "tensor_parallel": 2}, False, "TENSOR_PARALLEL=2 and 1 card(s)"),
+    ("cards", {"gpu": "RTX 5090", "cards": 2, "tensor_parallel": 2}, True, "2 of 2"),
+    ("disk", {"disk_free_gib": 100, "gpu": "H200", "model": "qwen3.5-397b-a17b"}, False, "HF_HOME"),
     ("cuda-compat", {"compat_libs": True, "gpu": "NVIDIA GeForce RTX 4090", "cuda_image": "13.0"}, False, "804"),
     ("cuda-compat", {"compat_libs": True, "gpu": "RTX 5070 Ti", "driver": "580.1", "cuda_image": "13.1"}, False, "804"),
     ("cuda-compat", {"compat_libs": True, "gpu": "RTX 5090", "driver": "590.1", "cuda_image": "13.1"}, True, "590.1"),
@@ -170,6 +179,8 @@ def test_diagnose_no_facts_has_no_check() -> None:
     [
         ({"driver": "570.1", "gpu": "RTX 5090"}, True),
         ({"gpu": "Tesla T4", "capability": [7, 5]}, True),
+        ({"gpu": "AMD Instinct MI300X"}, True),
+        ({"gpu": "RTX 5090", "cards": 1, "tensor_parallel": 4}, False),
         ({"vllm_version": "0.31.0", "gpu": ""}, True),
         ({"vllm_version": "", "gpu": ""}, True),
         ({"shm_mib": 64, "tensor_parallel": 2}, False),
@@ -320,6 +331,7 @@ def test_gather_card_reads_what_nvidia_smi_prints(tmp_path: Path, monkeypatch: p
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     facts = gathered(tmp_path)
+    assert facts.cards == 1
     assert (facts.gpu, facts.capability, facts.driver) == ("NVIDIA GeForce RTX 5090", (12, 0), "580.126.09")
     assert (facts.memory_free_mib, facts.gpu_processes) == (30_000, ("game (77, 2048 MiB)",))
     failed = {check.id for check in diagnose(facts).checks if not check.ok}

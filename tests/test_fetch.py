@@ -52,9 +52,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         names[tensor] = shard
     index = {"metadata": {"total_size": SHARDS * SHARD_BYTES}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "tokenizer.json").write_text("{}")
     (folder / "pytorch_model.bin").write_bytes(b"x" * 1000)
     (folder / "modeling.py").write_text("print('never fetched')")
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.fixture
@@ -148,6 +149,82 @@ def test_fetch_offline_with_a_damaged_copy_is_refused(tmp_path: Path, hub: Hub) 
     blob.write_bytes(blob.read_bytes()[:1000])
     with pytest.raises(QwenNvfp4Error, match="not complete"):
         get(tmp_path, offline=True)
+
+
+def test_fetch_damaged_copy_is_mended_where_the_hub_answers(tmp_path: Path, hub: Hub, files: dict[str, bytes]) -> None:
+    folder = get(tmp_path, revision=COMMIT).folder
+    blob = (folder / f"model-00001-of-0000{SHARDS}.safetensors").resolve()
+    blob.write_bytes(blob.read_bytes()[:1000])
+    assert missing_bytes(REPO, cache=tmp_path) == len(files[f"model-00001-of-0000{SHARDS}.safetensors"])
+    assert same(get(tmp_path, revision=COMMIT).folder, files)
+
+
+@pytest.mark.parametrize("links", range(SHARDS + 3))
+def test_fetch_ended_between_two_links_is_not_taken_for_complete(
+    tmp_path: Path, hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, links: int
+) -> None:
+    made: list[Path] = []
+
+    def ending(link: Path, target: Path) -> None:
+        if len(made) == links:
+            raise KeyboardInterrupt
+        made.append(link)
+        os.symlink(target, link)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "symlink_to", ending)
+        with pytest.raises(KeyboardInterrupt):
+            get(tmp_path, revision=COMMIT)
+    with pytest.raises(QwenNvfp4Error, match="not complete"):
+        get(tmp_path, revision=COMMIT, offline=True)
+    assert same(get(tmp_path, revision=COMMIT).folder, files)
+
+
+def test_fetch_of_a_complete_cache_writes_nothing(tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    get(tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EROFS, "Read-only file system")
+
+    for name in ("symlink_to", "write_text", "replace", "touch"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert get(tmp_path).commit == COMMIT
+
+
+def test_fetch_wrong_link_is_replaced(tmp_path: Path, hub: Hub, files: dict[str, bytes]) -> None:
+    link = get(tmp_path).folder / "config.json"
+    link.unlink()
+    link.symlink_to("../../blobs/of-another-commit")
+    assert same(get(tmp_path).folder, files)
+    link.unlink()
+    link.write_text("no link at all")
+    assert same(get(tmp_path).folder, files)
+    assert leftovers(tmp_path) == []
+
+
+def test_fetch_snapshot_that_fails_its_check_gets_no_name(
+    tmp_path: Path, hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard = f"model-00001-of-0000{SHARDS}.safetensors"
+    hub.files = {name: data for name, data in files.items() if name != shard}
+    with pytest.raises(QwenNvfp4Error, match=shard):
+        get(tmp_path)
+    assert not list(tmp_path.glob("*/refs/*"))
+
+
+def test_fetch_branch_that_moved_is_followed(
+    tmp_path: Path, hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = get(tmp_path).folder
+    newer = files | {"generation_config.json": b'{"temperature": 1}'}
+    hub.files, commit = newer, "f" * 40
+    monkeypatch.setattr("tests.hub_stand_in.COMMIT", commit)
+    found = get(tmp_path)
+    assert (found.commit, found.downloaded_bytes) == (commit, len(newer["generation_config.json"]))
+    assert same(found.folder, newer)
+    assert same(before, files)
+    assert get(tmp_path, offline=True).commit == commit
+    assert get(tmp_path, revision=COMMIT, offline=True).folder == before
 
 
 def test_fetch_connection_that_breaks_is_resumed(tmp_path: Path, hub: Hub, files: dict[str, bytes]) -> None:

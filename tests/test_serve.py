@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import socket
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from qwen_nvfp4_serve import preflight, room, serve
+from qwen_nvfp4_serve import capacity, preflight, room, serve
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.host import Gpu
 from qwen_nvfp4_serve.planner.feedback import write_extra
@@ -67,8 +68,53 @@ def test_prepare_on_a_5090_serves_the_35b_with_a_plan(machine: Any) -> None:
     assert flag(made, "--served-model-name") == "qwen3.5-35b-a3b"
     assert int(flag(made, "--max-model-len")) == 262144
     assert int(flag(made, "--max-num-batched-tokens")) >= 2096
+    assert made.plan is not None
+    assert int(flag(made, "--kv-cache-memory-bytes")) == made.plan.pool_bytes
     assert "--block-size" not in made.launch.argv
     assert any("max_model_len is" in row for row in rows)
+
+
+def card(**values: Any) -> Gpu:
+    return dataclasses.replace(CARD, **values)
+
+
+def test_prepare_more_cards_than_there_are_is_refused_before_anything_else(machine: Any) -> None:
+    machine(CARD, kind="cuda", version="0.33.0")
+    with pytest.raises(UsageError, match="TENSOR_PARALLEL: seen 2, expected at most 1") as caught:
+        prepare(TENSOR_PARALLEL="2")
+    assert "CUDA_VISIBLE_DEVICES" in str(caught.value)
+
+
+def test_prepare_two_cards_are_planned_by_the_fuller_one(machine: Any) -> None:
+    machine(CARD, card(free_bytes=20 << 30), card(free_bytes=1 << 30), kind="cuda", version="0.33.0")
+    both = prepare(TENSOR_PARALLEL="2")[0].plan
+    assert both is not None
+    assert both.request.free_bytes == 20 << 30
+
+
+def test_prepare_on_unified_memory_plans_with_what_the_host_could_give(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(
+        card(name="NVIDIA GB10", capability=(12, 1), memory_bytes=None, free_bytes=None), kind="cuda", version="0.33.0"
+    )
+    monkeypatch.setattr(capacity, "free_memory_bytes", lambda: 60 << 30)
+    made = prepare()[0].plan
+    assert made is not None
+    assert made.request.free_bytes == 60 << 30
+    assert sum(dataclasses.asdict(made.bytes).values()) == 60 << 30
+
+
+@pytest.mark.parametrize(("off_mib", "says"), [(0, False), (-200, False), (-400, True), (400, True)])
+def test_started_server_compares_free_memory_with_the_plan(machine: Any, off_mib: int, says: bool) -> None:
+    machine(CARD, kind="cuda", version="0.33.0")
+    made, _ = prepare()
+    assert made.plan is not None
+    assert made.plan.bytes.headroom is not None
+    machine(card(free_bytes=made.plan.bytes.headroom + (off_mib << 20)), kind="cuda", version="0.33.0")
+    rows: list[str] = []
+    serve._compare(made, lambda _stage, message: rows.append(message))(())
+    assert any("free memory after warm-up" in row for row in rows) is says
 
 
 def test_prepare_on_a_card_too_small_is_refused_with_what_would_work(machine: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qwen_nvfp4_serve import serve
+from qwen_nvfp4_serve import model_files
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.fetch import Fetched, Progress
 from qwen_nvfp4_serve.launch import Model
@@ -53,10 +53,10 @@ def test_download_reports_progress_and_verification_in_order(monkeypatch: pytest
         options["on_progress"](Progress(1_000_000_000, 2_000_000_000, 50e6, 20))
         return Fetched(folder=tmp_path, commit="b" * 40, downloaded_bytes=2, notice="the hub is away")
 
-    monkeypatch.setattr(serve, "fetch", fetch)
-    monkeypatch.setattr(serve, "inspected", lambda folder, *_: asked.update(inspected=folder))
+    monkeypatch.setattr(model_files, "fetch", fetch)
+    monkeypatch.setattr(model_files, "inspected", lambda folder, *_: asked.update(inspected=folder))
     rows: list[tuple[str, str]] = []
-    serve.download(HUB, Settings(HF_HOME="/hub", HF_TOKEN="hf_x"), lambda stage, text: rows.append((stage, text)))  # type: ignore[call-arg]
+    model_files.download(HUB, Settings(HF_HOME="/hub", HF_TOKEN="hf_x"), lambda stage, text: rows.append((stage, text)))  # type: ignore[call-arg]
     assert [stage for stage, _ in rows] == ["download", "download", "notice", "verify"]
     assert "1.0 of 2.0 GB, 50 MB/s, 20 s left" in rows[1][1]
     assert "bbbbbbbbbbbb" in rows[-1][1]
@@ -68,4 +68,4 @@ def test_download_reports_progress_and_verification_in_order(monkeypatch: pytest
 def test_download_offline_without_a_copy_says_so(tmp_path: Path) -> None:
     settings = Settings(HF_HOME=str(tmp_path), HF_HUB_OFFLINE=True)  # type: ignore[call-arg]
     with pytest.raises(QwenNvfp4Error, match="owner/name is not complete"):
-        serve.download(HUB, settings, lambda *_: None)
+        model_files.download(HUB, settings, lambda *_: None)

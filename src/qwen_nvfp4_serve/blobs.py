@@ -48,6 +48,14 @@ class Blob:
         store = self.path.parent.parent
         return store.parent / ".locks" / store.name / f"{self.path.name}.part.lock"
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is here in its full size; its hash was right when it got its name."""
+        try:
+            return self.path.stat().st_size == self.size_bytes
+        except OSError:
+            return False
+
 
 def partial_bytes(blob: Blob) -> int:
     """Bytes of it that are here already."""
@@ -104,7 +112,7 @@ def download_blob(repo: Repo, blob: Blob, *, token: str | None, meter: Meter, st
         blob.lock.parent.mkdir(parents=True, exist_ok=True)
         with _lock(blob, stop):
             before = partial_bytes(blob)
-            if blob.path.exists():
+            if blob.is_whole:
                 meter.correct(blob.size_bytes - before)
                 return
             # What an earlier run left may itself be the damage: then it is given up once, and the file begun anew.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import Literal
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
@@ -11,6 +13,7 @@ from qwen_nvfp4_serve.host import Gpu
 from qwen_nvfp4_serve.kernels.admission.shapes import workspace_bytes
 from qwen_nvfp4_serve.launch import Capacity
 from qwen_nvfp4_serve.planner import Plan, PlanModel, PlanRequest, alternatives, plan
+from qwen_nvfp4_serve.room import free_memory_bytes
 from qwen_nvfp4_serve.settings import Settings
 from qwen_nvfp4_serve.units import GIB
 
@@ -25,6 +28,30 @@ KNOBS = {
     "--tensor-parallel": "TENSOR_PARALLEL",
 }
 CPU_SEQS = 16  # measured on 2 cores: 16 requests together take 0.7 s, one by one 6.1 s
+
+
+def tightest_card(settings: Settings, gpus: Sequence[Gpu]) -> Gpu:
+    """Of the cards that the model is split over, the one with the least free memory, which the plan has to fit.
+
+    gpus: those that are visible, in order. Raises UsageError when they are fewer than TENSOR_PARALLEL.
+    """
+    wanted = settings.tensor_parallel
+    if wanted > len(gpus):
+        raise UsageError(
+            "TENSOR_PARALLEL",
+            seen=str(wanted),
+            expected=f"at most {len(gpus)}, the number of cards that are visible",
+            do="Lower it, or name more cards in CUDA_VISIBLE_DEVICES.",
+        )
+    return min(
+        map(_with_shared_memory, gpus[:wanted]), key=lambda gpu: inf if gpu.free_bytes is None else gpu.free_bytes
+    )
+
+
+def _with_shared_memory(gpu: Gpu) -> Gpu:
+    """The card; of one whose memory is the host's, free is what the host could give: page cache is given back."""
+    card = match_gpu(gpu.name)
+    return replace(gpu, free_bytes=free_memory_bytes()) if card is not None and card.unified_memory else gpu
 
 
 def plan_capacity(settings: Settings, model: PlanModel | None, gpu: Gpu | None, *, extra_bytes: int = 0) -> Capacity:
@@ -114,6 +141,8 @@ def _capacity(settings: Settings, planned: Plan, gpu: Gpu | None) -> Capacity:
         # On a CPU the engine process keeps 128 while its worker raises its own copy (vLLM 0.32), and caching misses.
         block_size_tokens=planned.block_size_tokens if gpu is None else None,
         gpu_memory_utilization=planned.gpu_memory_utilization,
+        # Pinned, so that a start is repeatable: vLLM's own measurement of what is left differs from boot to boot.
+        kv_cache_bytes=None if gpu is None else planned.pool_bytes,
         notices=tuple(notices),
         plan=planned,
     )

@@ -11,9 +11,11 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from uuid import uuid4
 
 from qwen_nvfp4_serve.blobs import Blob, Meter, download_blob, partial_bytes
 from qwen_nvfp4_serve.checkpoint.check_files import check_files
@@ -24,6 +26,7 @@ from qwen_nvfp4_serve.units import MIB, gib
 
 # What a server reads; other formats of the same weights and code are left on the hub.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+MARK = "config.json"  # a snapshot without it counts for nothing
 DISK_MARGIN_BYTES = 16 * MIB  # for what a file system needs beside the data
 WORKERS = 4
 
@@ -63,7 +66,7 @@ def fetch(
     A pinned commit that is complete needs no network. on_progress is called about every `interval_s` from the calling
     thread. Raises QwenNvfp4Error for a full disk, damage, no access or no network, UsageError for a wrong name.
     """
-    store = cache / f"models--{name.replace('/', '--')}"
+    store = _store(name, cache)
     try:
         return _fetch(
             name, store, revision, token=token, offline=offline, on_progress=on_progress, interval_s=interval_s
@@ -97,19 +100,32 @@ def _fetch(
         notice = f"{error.sentence()} What is used is the copy of {local.name[:12]} that is here."
         return Fetched(folder=local, commit=local.name, notice=notice)
     blobs = _wanted(repo, store)
-    if "config.json" not in blobs:
+    if MARK not in blobs:
         raise UsageError(f"{name} at {repo.commit[:12]}", seen="no config.json", expected="a checkpoint")
     downloaded = _download(repo, store, blobs, token=token, on_progress=on_progress, interval_s=interval_s)
-    folder = _link(repo, store, blobs, revision)
+    folder = _link(repo, store, blobs)
     _verify(folder)
+    _name(store, revision or "main", repo.commit)
     return Fetched(folder=folder, commit=repo.commit, downloaded_bytes=downloaded)
+
+
+def snapshot_here(name: str, cache: Path, revision: str | None = None) -> Path | None:
+    """The folder of a repository at `revision` (None: main) when it is here, whole; asks nobody."""
+    try:
+        return _complete_snapshot(_store(name, cache), revision)
+    except (OSError, UsageError):
+        return None
+
+
+def _store(name: str, cache: Path) -> Path:
+    return cache / f"models--{name.replace('/', '--')}"
 
 
 def missing_bytes(name: str, *, cache: Path, revision: str | None = None, token: str | None = None) -> int:
     """What `fetch` would still have to download, in bytes; asks the hub. Raises like `fetch`."""
     repo = find_repo(name, revision, token=token)
-    blobs = _wanted(repo, cache / f"models--{name.replace('/', '--')}")
-    return sum(blob.size_bytes - partial_bytes(blob) for blob in blobs.values() if not blob.path.exists())
+    blobs = _wanted(repo, _store(name, cache))
+    return sum(blob.size_bytes - partial_bytes(blob) for blob in blobs.values() if not blob.is_whole)
 
 
 def _wanted(repo: Repo, store: Path) -> dict[str, Blob]:
@@ -139,7 +155,7 @@ def _download(
 ) -> int:
     """Bring every blob here; returns the bytes that were downloaded. The largest begin first."""
     missing = sorted(
-        {blob.path: blob for blob in blobs.values() if not blob.path.exists()}.values(), key=_size, reverse=True
+        {blob.path: blob for blob in blobs.values() if not blob.is_whole}.values(), key=_size, reverse=True
     )
     if not missing:
         return 0
@@ -182,26 +198,42 @@ def _check_disk(name: str, store: Path, missing: list[Blob]) -> None:
         )
 
 
-def _link(repo: Repo, store: Path, blobs: Mapping[str, Blob], revision: str | None) -> Path:
-    """The snapshot folder, each file a relative link to its blob, and the ref that names the commit."""
+def _link(repo: Repo, store: Path, blobs: Mapping[str, Blob]) -> Path:
+    """The snapshot folder, each file a relative link to its blob, the one that says it is complete last.
+
+    What is right already is not written again: the cache may be read-only.
+    """
     folder = store / "snapshots" / repo.commit
-    for name, blob in blobs.items():
+    for name, blob in sorted(blobs.items(), key=lambda item: item[0] == MARK):
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
         depth = len(Path(name).parts) + 1
         target = Path(*[".."] * depth, "blobs", blob.path.name)
         if link.is_symlink() and link.readlink() == target:
             continue
-        spare = link.with_name(f".{link.name}.{threading.get_native_id()}")
-        spare.unlink(missing_ok=True)
-        spare.symlink_to(target)
-        spare.replace(link)
-    ref = revision or "main"
-    if not is_commit(ref):
-        path = store / "refs" / ref
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(repo.commit)
+        with suppress(FileExistsError):
+            link.symlink_to(target)
+        if not link.is_symlink() or link.readlink() != target:
+            spare = _spare(store)
+            spare.symlink_to(target)
+            spare.replace(link)
     return folder
+
+
+def _name(store: Path, ref: str, commit: str) -> None:
+    """Let `ref`, a branch or a tag, mean `commit`; a cache that says so already may be read-only."""
+    path = store / "refs" / ref
+    if is_commit(ref) or (path.is_file() and path.read_text().strip() == commit):
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    spare = _spare(store)
+    spare.write_text(commit)
+    spare.replace(path)
+
+
+def _spare(store: Path) -> Path:
+    """A name to write under before the right one is taken, outside of what anybody reads and nobody else's."""
+    return store / "blobs" / f"{uuid4().hex}.part"
 
 
 def _complete_snapshot(store: Path, revision: str | None) -> Path | None:
@@ -209,7 +241,7 @@ def _complete_snapshot(store: Path, revision: str | None) -> Path | None:
     ref = store / "refs" / (revision or "main")
     commit = revision if is_commit(revision) else ref.read_text().strip() if ref.is_file() else None
     folder = store / "snapshots" / commit if commit else None
-    if folder is None or not (folder / "config.json").is_file():
+    if folder is None or not (folder / MARK).is_file():
         return None
     try:
         _verify(folder)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 PROBE_TIMEOUT_S = 20.0  # nvidia-smi takes several seconds on a host whose driver is not persistent
 GPU_FIELDS = "name,compute_cap,memory.total,memory.free,driver_version"
@@ -73,6 +74,13 @@ def has_cxx_compiler() -> bool:
     """True when torch's inductor would find a C++ compiler: $CXX, else g++ or clang++ on PATH."""
     named = os.environ.get("CXX")
     return any(shutil.which(name) for name in ([named] if named else ["g++", "clang++"]))
+
+
+def hub_folder(hf_home: str | None) -> Path:
+    """Where huggingface_hub, and so vLLM, looks for files: HF_HUB_CACHE, else `hub` in `hf_home` or its default."""
+    home = Path(hf_home).expanduser() if hf_home else Path.home() / ".cache" / "huggingface"
+    named = os.environ.get("HF_HUB_CACHE")
+    return Path(named).expanduser() if named else home / "hub"
 
 
 def claim_name(port: int) -> str:

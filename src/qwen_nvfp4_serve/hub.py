@@ -236,7 +236,8 @@ def _read_shard(repo: Repo, reader: RangeReader, name: str) -> Shard:
         tensors = parse_header(text, name, file.size_bytes)
     except HeaderError as error:
         return Shard(name=name, size_bytes=file.size_bytes, tensors={}, reason=error.reason)
-    return Shard(name=name, size_bytes=file.size_bytes, tensors=tensors)
+    data_bytes = file.size_bytes - LENGTH_BYTES - length
+    return Shard(name=name, size_bytes=file.size_bytes, tensors=tensors, data_bytes=data_bytes)
 
 
 def _read_scalars(reader: RangeReader, tensors: Sequence[Tensor]) -> list[float | None]:

@@ -14,14 +14,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from qwen_nvfp4_serve import preflight
-from qwen_nvfp4_serve.capacity import plan_capacity
-from qwen_nvfp4_serve.checkpoint import Report as CheckpointReport
-from qwen_nvfp4_serve.checkpoint import inspect_folder, plan_model, require_servable
+from qwen_nvfp4_serve.capacity import plan_capacity, tightest_card
 from qwen_nvfp4_serve.container import check_container, in_container
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
-from qwen_nvfp4_serve.fetch import fetch
 from qwen_nvfp4_serve.host import Gpu, detect_gpus, has_cxx_compiler
 from qwen_nvfp4_serve.launch import DRAIN_MIDDLEWARE, Host, Launch, Model, build_launch
+from qwen_nvfp4_serve.model_files import download, hub_cache, planned_model
 from qwen_nvfp4_serve.models import DEFAULT_ON_CARD, DEFAULT_WITHOUT_CARD, ModelRef, find_model, resolve_knob
 from qwen_nvfp4_serve.planner import Plan, PlanModel
 from qwen_nvfp4_serve.planner.feedback import (
@@ -35,11 +33,10 @@ from qwen_nvfp4_serve.ready import first_answer, pulse, recording, state_path
 from qwen_nvfp4_serve.reference import ANSWERS, EMBEDDED, LEAST_TOKENS, KnownAnswer, read_answers, ready_answer
 from qwen_nvfp4_serve.room import disk_warning, memory_warning
 from qwen_nvfp4_serve.settings import Loaded, Settings, knobs
-from qwen_nvfp4_serve.stages import Report, Stage, progress_message
+from qwen_nvfp4_serve.stages import Report
 from qwen_nvfp4_serve.supervisor import Supervisor
 from qwen_nvfp4_serve.units import GIB, gib
 
-PROGRESS_EVERY_S = 5.0
 SOCKET_ADDRESS_BYTES = 107  # unix(7): 108 with the end mark
 SOCKET_NAME_BYTES = 36  # a UUID (vllm/utils/network_utils.py, 0.32 and 0.33)
 
@@ -62,8 +59,11 @@ class Prepared:
     shortfall_key: str
 
 
-def prepare(loaded: Loaded, report: Report) -> Prepared:
-    """Facts, model, plan, checks, command: all before the first process, and nothing written. Raises QwenNvfp4Error."""
+def prepare(loaded: Loaded, report: Report, *, ask_hub: bool = False) -> Prepared:
+    """Facts, model, plan, checks, command: all before the first process, and nothing written. Raises QwenNvfp4Error.
+
+    ask_hub: look at the headers of a model that is not on this disk, before it is downloaded.
+    """
     settings = loaded.settings
     for notice in check_container(settings) if in_container() else ():
         report("notice", notice)
@@ -76,9 +76,9 @@ def prepare(loaded: Loaded, report: Report) -> Prepared:
     ref = resolve_knob(settings.model or (DEFAULT_ON_CARD if device == "cuda" else DEFAULT_WITHOUT_CARD))
     model = locate(ref, settings)
     preflight.check_patches(settings, device, model_config(model), vllm_version)
-    gpu = detect_gpus(settings.cuda_visible_devices)[0] if device == "cuda" else None
+    gpu = tightest_card(settings, detect_gpus(settings.cuda_visible_devices)) if device == "cuda" else None
     shortfall = read_extra(shortfalls(settings), shortfall_key(model, gpu))
-    planned = planned_model(ref, model, settings, report)
+    planned = planned_model(ref, model, settings, report, ask_hub=ask_hub)
     capacity = plan_capacity(settings, planned, gpu, extra_bytes=shortfall)
     launch = build_launch(
         settings,
@@ -119,30 +119,6 @@ def is_embedded(ref: ModelRef) -> bool:
 def model_config(model: Model) -> dict[str, Any] | None:
     """config.json as vLLM will read it; None for a hub model that is not on this disk yet."""
     return preflight.read_config(Path(model.source)) if model.local else None
-
-
-def planned_model(ref: ModelRef, model: Model, settings: Settings, report: Report) -> PlanModel | None:
-    """The model as the planner sees it: its folder's own headers, else the catalogue's row, else None.
-
-    Raises QwenNvfp4Error for a folder that vLLM would fail to load; what is merely odd about it is reported.
-    """
-    if model.local:
-        said = _silent if is_embedded(ref) else report
-        return plan_model(inspected(Path(model.source), settings, said), model.ids[0])
-    return PlanModel.from_row(ref.row, ref.row.dims) if ref.row and ref.row.dims else None
-
-
-def _silent(_stage: Stage, _message: str) -> None:
-    return
-
-
-def inspected(folder: Path, settings: Settings, report: Report) -> CheckpointReport:
-    """What the folder's headers say. Raises QwenNvfp4Error for the first fault that vLLM would stumble over."""
-    found = inspect_folder(folder, speculative_tokens=settings.speculative_tokens, vision=settings.vision)
-    require_servable(found)
-    for warning in found.warnings:
-        report("notice", f"checkpoint: {warning.says}. {warning.do}")
-    return found
 
 
 def shortfalls(settings: Settings) -> Path:
@@ -204,30 +180,6 @@ def first_question(settings: Settings, model: Model) -> KnownAnswer | None:
     if settings.max_model_len is not None and settings.max_model_len < LEAST_TOKENS:
         return None
     return ready_answer(read_answers(Path(model.source)))
-
-
-def download(model: Model, settings: Settings, report: Report) -> None:
-    """Bring the weights of a hub model here, checked, so that what follows neither waits nor fails for them."""
-    report("download", f"{model.source}: asking the hub")
-    found = fetch(
-        model.source,
-        cache=hub_cache(settings),
-        revision=model.revision,
-        token=settings.hf_token.get_secret_value() if settings.hf_token else None,
-        offline=settings.hf_hub_offline,
-        on_progress=lambda state: report("download", progress_message(state)),
-        interval_s=PROGRESS_EVERY_S,
-    )
-    if found.notice:
-        report("notice", found.notice)
-    report("verify", f"{model.source} at {found.commit[:12]} is complete and matches its hashes")
-    inspected(found.folder, settings, report)
-
-
-def hub_cache(settings: Settings) -> Path:
-    """Where vLLM will look for the files of a hub model."""
-    home = Path(settings.hf_home).expanduser() if settings.hf_home else Path.home() / ".cache" / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 
 
 def child_environment(launch: Launch, environ: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -294,10 +246,18 @@ def _compare(prepared: Prepared, report: Report) -> Callable[[tuple[str, ...]], 
     def compare(lines: tuple[str, ...]) -> None:
         if prepared.plan is None:
             return
-        for difference in differences(prepared.plan, read_engine_log(lines)):
+        for difference in differences(prepared.plan, read_engine_log(lines), free_bytes=_free_bytes(prepared)):
             report("notice", f"not as planned: {difference}")
 
     return compare
+
+
+def _free_bytes(prepared: Prepared) -> int | None:
+    """What is free of the fullest card now; None on the CPU, and where the driver does not say."""
+    if prepared.plan is None or prepared.plan.request.gpu is None:
+        return None
+    gpus = detect_gpus(prepared.settings.cuda_visible_devices)
+    return tightest_card(prepared.settings, gpus).free_bytes if gpus else None
 
 
 def _probe(prepared: Prepared, url: str) -> Callable[[], bool]:

@@ -22,6 +22,9 @@ def check_files(source: Source) -> Iterator[Finding]:
         yield Finding(severity=Severity.ERROR, code=code, name=shard.name, says=f"{shard.name} {shard.reason}")
     if source.index is None:
         yield from _check_numbers([shard.name for shard in source.shards])
+    if source.index is not None and not broken and _is_as_indexed(source, source.index.get("weight_map")):
+        yield from _check_total(source, source.index)
+        return
     present: dict[str, str] = {}
     for shard in source.shards:
         if not present.keys().isdisjoint(shard.tensors):
@@ -31,6 +34,15 @@ def check_files(source: Source) -> Iterator[Finding]:
         present |= dict.fromkeys(shard.tensors, shard.name)
     if source.index is not None and not broken:
         yield from _check_index(source, source.index, present)
+
+
+def _is_as_indexed(source: Source, weight_map: object) -> bool:
+    """Whether every tensor is where the index puts it, and no other: so no two files hold the same one."""
+    if not isinstance(weight_map, Mapping) or not weight_map:
+        return False
+    return len(weight_map) == sum(len(shard.tensors) for shard in source.shards) and all(
+        [*map(weight_map.get, shard.tensors)].count(shard.name) == len(shard.tensors) for shard in source.shards
+    )
 
 
 def _check_numbers(names: Sequence[str]) -> Iterator[Finding]:
@@ -48,14 +60,12 @@ def _check_numbers(names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _check_index(source: Source, index: Mapping[str, object], present: Mapping[str, str]) -> Iterator[Finding]:
-    weight_map, metadata = index.get("weight_map"), index.get("metadata")
+    weight_map = index.get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         yield _index_finding("weight_map", f"{INDEX_NAME} has no weight_map, so no file would be loaded")
         return
-    if present != weight_map:
-        yield from _differences(weight_map, present)
-    if isinstance(metadata, Mapping) and metadata.get("total_size") is not None:
-        yield from _check_total(source, metadata["total_size"])
+    yield from _differences(weight_map, present)
+    yield from _check_total(source, index)
 
 
 def _differences(weight_map: Mapping[str, object], present: Mapping[str, str]) -> Iterator[Finding]:
@@ -68,12 +78,16 @@ def _differences(weight_map: Mapping[str, object], present: Mapping[str, str]) -
         yield Finding(severity=Severity.WARNING, code="index", name=name, says=says, topic="unnamed")
 
 
-def _check_total(source: Source, total: object) -> Iterator[Finding]:
+def _check_total(source: Source, index: Mapping[str, object]) -> Iterator[Finding]:
+    metadata = index.get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, Mapping) else None
+    if total is None:
+        return
     if isinstance(total, bool) or not isinstance(total, int | float) or not 0 < total < MOST_BYTES:
         says = f"{INDEX_NAME} declares a total_size of {printable(repr(total), 40)}, which is no size"
         yield Finding(severity=Severity.WARNING, code="index", name=INDEX_NAME, says=says, topic="size")
         return
-    held = sum([tensor.size_bytes for shard in source.shards for tensor in shard.tensors.values()])
+    held = sum(shard.data_bytes for shard in source.shards)
     if abs(held - total) <= SIZE_TOLERANCE * total:
         return
     says = f"{INDEX_NAME} declares {int(total):,} bytes of tensors, the shards hold {held:,}"

@@ -80,30 +80,40 @@ def _storage(group: Group, expected: str, severity: Severity) -> Iterator[Findin
 
 def _matrix(group: Group, severity: Severity, *, any_scale: bool) -> Iterator[Finding]:
     """Faults inside NVFP4 matrices that are stored as declared."""
-    modules = [module for module in group.modules if module.label == "NVFP4" and module.matrix is not None]
-    if not modules:
+    kinds: dict[object, list[Module]] = {}  # hundreds of experts, stored alike: each way is looked at once
+    for module in group.modules:
+        if module.label == "NVFP4" and module.matrix is not None:
+            scale = module.tensors.get("weight_scale")
+            stored = (module.matrix[:2], scale and scale[:2], module.global_scale is None)
+            kinds.setdefault(stored, []).append(module)
+    if not kinds:
         return
     unit, topic = group.unit, _topic(group.unit)
-    for module in modules:
-        if "weight_scale" not in module.tensors or module.global_scale is None:
+    for first, *others in kinds.values():
+        if ("weight_scale" not in first.tensors or first.global_scale is None) and unit.area is not Area.VISUAL:
             # A checkpoint that has no scale anywhere was stripped on purpose; a single hole is damage.
             level = severity if any_scale else Severity.WARNING
-            if unit.area is not Area.VISUAL:
+            for module in (first, *others):
                 says = f"{module.name} is packed and has no scales"
                 yield Finding(severity=level, code="missing-scale", name=module.name, says=says, topic=topic)
-    for module in modules:
-        if fault := _scale_fault(module):
-            yield Finding(severity=severity, code="scale-shape", name=module.name, says=fault, topic=topic)
-    shapes = [module.matrix.shape for module in modules if module.matrix is not None]
+        if fault := _scale_fault(first):
+            for module in (first, *others):
+                says = f"the scales of {module.name} are {fault}"
+                yield Finding(severity=severity, code="scale-shape", name=module.name, says=says, topic=topic)
+    yield from _dims(group, [modules[0].matrix.shape for modules in kinds.values() if modules[0].matrix], severity)
+
+
+def _dims(group: Group, shapes: list[tuple[int, ...]], severity: Severity) -> Iterator[Finding]:
+    """Faults of the packed `shapes` in `group`, of which no NVFP4 kernel or not every one takes each."""
+    unit, topic = group.unit, _topic(group.unit)
     if flat := next((shape for shape in shapes if len(shape) < 2 or not all(shape)), None):
         says = f"{unit.name} holds a packed matrix of shape {list(flat)}: no NVFP4 kernel takes it"
         yield Finding(severity=severity, code="kernel-dims", name=unit.name, says=says, topic=topic)
         return
-    rows = [shape[0] for shape in shapes if len(shape) == 2]
     inputs = [2 * shape[1] for shape in shapes if len(shape) == 2]
-    if not rows:
+    if not inputs:
         return
-    outputs = rows[0] if unit.leaf == "experts" else sum(rows)
+    outputs = _outputs(group, shapes)
     if any(columns % NVFP4_BLOCK for columns in inputs):
         says = f"{unit.name} has {inputs[0]:,} inputs, not a multiple of {NVFP4_BLOCK}: no NVFP4 kernel takes it"
         yield Finding(severity=severity, code="kernel-dims", name=unit.name, says=says, topic=topic)
@@ -113,8 +123,16 @@ def _matrix(group: Group, severity: Severity, *, any_scale: bool) -> Iterator[Fi
         yield Finding(severity=Severity.WARNING, code="odd-dims", name=unit.name, says=says, topic=topic)
 
 
+def _outputs(group: Group, shapes: list[tuple[int, ...]]) -> int:
+    """Rows of the matrix that vLLM makes of the group's: all of them, but of experts one."""
+    if group.unit.leaf == "experts":
+        return next(shape[0] for shape in shapes if len(shape) == 2)
+    packed = [module.matrix for module in group.modules if module.label == "NVFP4" and module.matrix is not None]
+    return sum(matrix.shape[0] for matrix in packed if len(matrix.shape) == 2)
+
+
 def _scale_fault(module: Module) -> str | None:
-    """What is wrong with the block scales of a packed matrix: there is one E4M3 number for 16 values of a row."""
+    """What the block scales of a packed matrix are and should be: there is one E4M3 number for 16 values of a row."""
     matrix, scale = module.matrix, module.tensors.get("weight_scale")
     if matrix is None or scale is None or len(scale.shape) != len(matrix.shape):
         return None
@@ -123,5 +141,4 @@ def _scale_fault(module: Module) -> str | None:
         if scale.shape[-1] == blocks or 2 * matrix.shape[-1] % NVFP4_BLOCK:
             return None
     wanted = [*matrix.shape[:-1], 2 * matrix.shape[-1] // NVFP4_BLOCK]
-    seen = f"{scale.dtype} {list(scale.shape)}"
-    return f"the scales of {module.name} are {seen}, for this matrix they have to be {SCALE_DTYPE} {wanted}"
+    return f"{scale.dtype} {list(scale.shape)}, for this matrix they have to be {SCALE_DTYPE} {wanted}"

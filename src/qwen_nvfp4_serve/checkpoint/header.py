@@ -5,13 +5,15 @@ Layout: 8 bytes with the header's length (little-endian), the header as JSON, th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, repeat
 from math import prod
-from operator import itemgetter
-from typing import Any, NamedTuple, NoReturn
+from operator import itemgetter, sub
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
 
 LENGTH_BYTES = 8
 LFS_BEGINNING = b"version https://git-lfs"
@@ -80,27 +82,32 @@ def parse_header(text: bytes, shard: str, file_bytes: int) -> dict[str, Tensor]:
     """
     entries = _entries(text)
     _check_metadata(entries.pop("__metadata__", None))
-    base, place, in_order = LENGTH_BYTES + len(text), 0, True
-    tensors: dict[str, Tensor] = {}
-    known: dict[tuple[str, tuple[int, ...]], tuple[int, str, tuple[int, ...]]] = {}  # the few kinds that there are
+    base = LENGTH_BYTES + len(text)
+    if not entries:
+        _check_end(base, file_bytes)
+        return {}
+    # Column by column rather than tensor by tensor: a large model has 370,000 of them.
     try:
-        for name in tuple(entries):
-            dtype, lengths, (first, end) = _FIELDS(entries.pop(name))
-            kind = (dtype, tuple(lengths))
-            found = known.get(kind)
-            if found is None:
-                found = known[kind] = (_size_bytes(*kind), *kind)
-            size, dtype, shape = found  # the same objects for all of a kind
-            if end - first != size:
-                raise HeaderError(f"has a header that contradicts itself: {name} of shape {list(shape)}")
-            in_order = in_order and first == place
-            place = end
-            tensors[name] = _new_tensor((dtype, shape, shard, base + first, size))
+        dtypes, shapes, places = zip(*map(_FIELDS, entries.values()), strict=True)
+        starts, ends = zip(*places, strict=True)
+        if set(map(type, shapes)) != {list} or set(map(type, chain(starts, ends, *shapes))) != {int}:
+            raise TypeError(shapes)  # a fraction, a truth value, a text
+        kinds = list(zip(dtypes, map(tuple, shapes), strict=True))
+        known = {kind: (_size_bytes(*kind), *kind) for kind in dict.fromkeys(kinds)}
     except (KeyError, TypeError, ValueError):
         raise HeaderError("has a header with an entry that is no tensor") from None
-    if not in_order:
-        place = _end_of(tensors, base)
-    _check_end(base + place, file_bytes)
+    sizes, dtypes, shapes = zip(*map(known.__getitem__, kinds), strict=True)  # the same objects for all of a kind
+    spans = tuple(map(sub, ends, starts))
+    if spans != sizes:
+        name, shape = next(seen[:2] for seen in zip(entries, shapes, spans, sizes, strict=True) if seen[2] != seen[3])
+        raise HeaderError(f"has a header that contradicts itself: {name} of shape {list(shape)}")
+    tensors = dict(
+        zip(
+            entries, map(_new_tensor, zip(dtypes, shapes, repeat(shard), map(base.__add__, starts), sizes)), strict=True
+        )
+    )
+    end = ends[-1] if starts == (0, *ends[:-1]) else _end_of(tensors, base)
+    _check_end(base + end, file_bytes)
     return tensors
 
 
@@ -111,9 +118,8 @@ _new_tensor: Callable[[Iterable[object]], Tensor] = partial(tuple.__new__, Tenso
 
 def _entries(text: bytes) -> dict[str, dict[str, Any]]:
     try:
-        # No number in a header has a fraction; a shape or a place that does must not get any further.
-        entries = json.loads(text.decode(), parse_float=_refuse, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        entries = from_json(text)  # half the time of json.loads, which counts where there are 100,000 tensors
+    except ValueError:
         raise HeaderError("has a header that is no JSON") from None
     if not isinstance(entries, dict):
         raise HeaderError("has a header that is no JSON object")
@@ -124,10 +130,6 @@ def _check_metadata(metadata: object) -> None:
     is_text = isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values())
     if metadata is not None and not is_text:
         raise HeaderError("has a header whose __metadata__ is no list of texts")
-
-
-def _refuse(number: str) -> NoReturn:
-    raise ValueError(number)
 
 
 def _size_bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -23,6 +23,7 @@ ALGORITHMS = {
     "MXFP8": "MXFP8",
 }
 MIXED = "MIXED_PRECISION"
+LAYERS = "quantized_layers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +112,9 @@ def read_modelopt(config: Mapping[str, object], *, text_only: bool) -> ModelOpt:
         raise SchemeError(
             "unknown-algorithm", (algorithm or "quant_algo",), f"ModelOpt config with {what}, unknown to vLLM"
         )
-    layers = body.get("quantized_layers") or {}
+    layers = body.get(LAYERS) or {}
     if not isinstance(layers, Mapping) or (algorithm == MIXED and not layers):
-        raise SchemeError("config", ("quantized_layers",), "MIXED_PRECISION without a list of quantized_layers")
+        raise SchemeError("config", (LAYERS,), "MIXED_PRECISION without a list of quantized_layers")
     keys = ("exclude_modules",) if nested else ("ignore", "exclude_modules")
     exclude = next((name_list(body[key], key) for key in keys if key in body), [])
     declares = bool(body.get("kv_cache_quant_algo")) if nested else bool(body.get("kv_cache_scheme"))

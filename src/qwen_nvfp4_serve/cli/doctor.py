@@ -55,6 +55,7 @@ def _read(path: Path) -> Facts:
 def _gather(named: Path | None) -> Facts:
     from qwen_nvfp4_serve.doctor.probes import gather
     from qwen_nvfp4_serve.errors import UsageError
+    from qwen_nvfp4_serve.host import hub_folder
     from qwen_nvfp4_serve.models import MODEL_NAMES
     from qwen_nvfp4_serve.settings import ENV_FILE, Settings, load_settings
 
@@ -77,7 +78,7 @@ def _gather(named: Path | None) -> Facts:
         port=settings.port,
         served_names={settings.served_model_name or "", *MODEL_NAMES},
         api_key=settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None,
-        cache=home / "hub",
+        cache=hub_folder(settings.hf_home),
         has_token=settings.hf_token is not None or (home / "token").is_file(),
         environ=os.environ,
     )

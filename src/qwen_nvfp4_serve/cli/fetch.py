@@ -33,6 +33,7 @@ def fetch(
     from qwen_nvfp4_serve.cli.defaults import default_model, settings_of
     from qwen_nvfp4_serve.errors import UsageError
     from qwen_nvfp4_serve.fetch import fetch as download
+    from qwen_nvfp4_serve.host import hub_folder
     from qwen_nvfp4_serve.models import resolve_model
 
     settings = settings_of(env_file)
@@ -44,12 +45,11 @@ def fetch(
         why = "" if model or settings.model else " is what serve takes here (no card), and"
         typer.echo(f"nothing to download: {ref.given}{why} comes with this package")
         return
-    home = Path(settings.hf_home).expanduser() if settings.hf_home else Path.home() / ".cache" / "huggingface"
     console = Console(highlight=False, soft_wrap=True)
     watched = console.is_terminal
     found = download(
         ref.repo,
-        cache=home / "hub",
+        cache=hub_folder(settings.hf_home),
         revision=revision or settings.revision or ref.revision,
         token=settings.hf_token.get_secret_value() if settings.hf_token else None,
         offline=settings.hf_hub_offline,

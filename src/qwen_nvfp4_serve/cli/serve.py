@@ -44,7 +44,7 @@ def serve(
         signal.signal(number, _stop)
     try:
         report("preflight", f"checking settings, vLLM, plugin and port {loaded.settings.port}")
-        code = serving.run(serving.prepare(loaded, report), report)
+        code = serving.run(serving.prepare(loaded, report, ask_hub=True), report)
     except StopRequest:
         report("stopped", "before the server was started")
         code = 0

@@ -14,6 +14,7 @@ __all__ = ["CHECKS", "Check", "Diagnosis", "Facts", "diagnose", "facts_from"]
 # In the order they are shown. A check returns None when the facts it needs are unknown.
 CHECKS: tuple[Callable[[Facts], Check | None], ...] = (
     card_checks.check_card,
+    card_checks.check_cards,
     card_checks.check_driver,
     card_checks.check_compat,
     card_checks.check_torch,

@@ -21,6 +21,7 @@ BLACKWELL_DRIVER = 570
 # The driver branch that a CUDA release ships with; its forward-compatibility libraries are of that branch.
 NATIVE_DRIVER = {(12, 8): 570, (12, 9): 575, (13, 0): 580, (13, 1): 590, (13, 2): 595}
 LEAST_CAPABILITY = (8, 0)  # BF16 tensor cores, and the oldest that vLLM's attention backends accept
+FOREIGN = re.compile(r"\b(AMD|Radeon|Instinct|Intel|Arc)\b", re.IGNORECASE)
 WSL_HIDDEN_MIB = 1331  # about 1.3 GiB that Windows keeps of a card
 
 
@@ -33,6 +34,8 @@ def check_driver(facts: Facts) -> Check | None:
     if branch is None or cuda is None:
         bad = f"driver {facts.driver!r}" if branch is None else f"CUDA {facts.cuda_image!r}"
         do = "type nvidia-smi: where it shows no driver version, install the driver again"
+        if branch is not None:
+            do = "set CUDA_VERSION to that of the image, such as 13.0"
         return failed("driver", seen=bad, needed="a version number", says=f"{bad} is no version", do=do)
     needed = DRIVER_FOR_CUDA.get(cuda[0], DRIVER_FOR_CUDA[max(DRIVER_FOR_CUDA)])
     if (_capability(facts) or (0, 0)) >= (10, 0):
@@ -83,7 +86,7 @@ def check_card(facts: Facts) -> Check | None:
     name, row = facts.card or "the card", match_gpu(facts.card or "")
     capability = _capability(facts)
     if capability is None:
-        return passed("card", name, "a known card", f"{name} is not in the table and its capability is unknown")
+        return _check_name(name)
     text = f"{capability[0]}.{capability[1]}"
     if capability < LEAST_CAPABILITY:
         return failed(
@@ -105,6 +108,34 @@ def check_card(facts: Facts) -> Check | None:
         )
     kind = "native FP4" if capability >= (10, 0) else "FP4 weights through Marlin"
     return passed("card", f"{name}, compute capability {text}", "8.0 or newer", f"{name} is supported: {kind}")
+
+
+def _check_name(name: str) -> Check:
+    """A card of which no more than its name is known."""
+    if not FOREIGN.search(name):
+        return passed("card", name, "a known card", f"{name} is not in the table and its capability is unknown")
+    return failed(
+        "card",
+        seen=name,
+        needed="an NVIDIA card",
+        says=f"{name} is no NVIDIA card, and what is served here is for CUDA or the CPU",
+        do="set DEVICE=cpu",
+        unsupported=True,
+    )
+
+
+def check_cards(facts: Facts) -> Check | None:
+    """The number of cards against TENSOR_PARALLEL."""
+    if facts.cards is None or not facts.tensor_parallel or facts.gpu == "":
+        return None
+    seen, needed = f"{facts.cards} visible", f"{facts.tensor_parallel}, as TENSOR_PARALLEL says"
+    if facts.cards >= facts.tensor_parallel:
+        return passed(
+            "cards", seen, needed, f"the model is split over {facts.tensor_parallel} of {facts.cards} card(s)"
+        )
+    says = f"TENSOR_PARALLEL={facts.tensor_parallel} and {facts.cards} card(s) are visible"
+    do = "lower it, or name more cards in CUDA_VISIBLE_DEVICES"
+    return failed("cards", seen=seen, needed=needed, says=says, do=do)
 
 
 def check_torch(facts: Facts) -> Check | None:
@@ -223,8 +254,6 @@ def _branch(driver: str) -> int | None:
 
 
 def _cuda(release: str) -> tuple[int, int] | None:
-    try:
-        version = Version(release)
-    except InvalidVersion:
-        return None
-    return version.major, version.minor
+    """Major and minor number, also of an image's tag (`13.0.1-runtime-ubuntu24.04`)."""
+    match = re.match(r"\D{0,8}(\d{1,4})(?:\.(\d{1,4}))?", release)
+    return None if match is None else (int(match[1]), int(match[2] or 0))

@@ -7,6 +7,7 @@ from packaging.version import InvalidVersion, Version
 from qwen_nvfp4_serve.doctor.check import Check, failed, passed
 from qwen_nvfp4_serve.doctor.facts import Facts
 from qwen_nvfp4_serve.models import DEFAULT_ON_CARD, find_model
+from qwen_nvfp4_serve.planner import weight_bytes
 from qwen_nvfp4_serve.units import GIB
 
 # Debian 12 ships Docker 20.10, and a current Compose plugin drives it; Compose 2.20 reads the whole file format.
@@ -88,7 +89,9 @@ def check_disk(facts: Facts) -> Check | None:
 
 def _catalogue_gib(model: str) -> float | None:
     row = find_model(model)
-    return None if row is None or row.download_bytes is None else row.download_bytes / GIB
+    if row is None or row.dims is None:
+        return None
+    return (row.download_bytes or weight_bytes(row.dims, row.precision).total) / GIB
 
 
 def check_cache_owner(facts: Facts) -> Check | None:

@@ -89,6 +89,7 @@ def probe_card(environ: Mapping[str, str]) -> Values:
     compat = any(Path(folder, "libcuda.so.1").exists() for folder in libraries.split(":") if "compat" in folder)
     return {
         "gpu": card.name,
+        "cards": len(cards),
         "capability": card.capability,
         "driver": card.driver,
         "memory_total_mib": None if card.memory_bytes is None else card.memory_bytes // MIB,
