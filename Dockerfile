@@ -80,6 +80,7 @@ COPY src/qwen_nvfp4_serve/kernels/__init__.py src/qwen_nvfp4_serve/kernels/build
 COPY src/qwen_nvfp4_serve/kernels/nvfp4_linear/csrc ./src/qwen_nvfp4_serve/kernels/nvfp4_linear/csrc
 COPY src/qwen_nvfp4_serve/kernels/nvfp4_moe/csrc ./src/qwen_nvfp4_serve/kernels/nvfp4_moe/csrc
 COPY src/qwen_nvfp4_serve/kernels/bf16_linear/csrc ./src/qwen_nvfp4_serve/kernels/bf16_linear/csrc
+COPY src/qwen_nvfp4_serve/kernels/gdn_decode/csrc ./src/qwen_nvfp4_serve/kernels/gdn_decode/csrc
 RUN PYTHONPATH=src python3 -m qwen_nvfp4_serve.kernels.build /kernels
 
 

@@ -69,8 +69,14 @@ BF16_LINEAR = KernelLibrary(
     ("bf16_linear.cu", "bf16_linear.h"),
     (LINEAR_SOURCES / "layout.cuh", LINEAR_SOURCES / "device.cuh"),
 )
+GDN_DECODE = KernelLibrary(
+    "gdn_decode",
+    HERE / "gdn_decode" / "csrc",
+    ("gdn_decode.cu", "gdn_decode.h"),
+    (LINEAR_SOURCES / "layout.cuh", LINEAR_SOURCES / "device.cuh"),
+)
 READ_STREAM = KernelLibrary("read_stream", LINEAR_SOURCES, ("read_stream.cu",))
-LIBRARIES = (NVFP4_LINEAR, NVFP4_MOE, BF16_LINEAR)
+LIBRARIES = (NVFP4_LINEAR, NVFP4_MOE, BF16_LINEAR, GDN_DECODE)
 
 
 def compile_command(library: KernelLibrary, nvcc: str, target: Path, cards: Sequence[str] = CARDS) -> list[str]:
