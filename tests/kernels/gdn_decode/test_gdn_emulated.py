@@ -154,7 +154,9 @@ def test_what_the_kernel_ahead_writes_is_read_only_after_waiting(library: ctypes
 
 
 @pytest.mark.parametrize(
-    "changed", [{"tokens": 0}, {"tokens": 65536}, {"key_heads": 0}, {"value_heads": 3}, {"rows": 8}], ids=str
+    "changed",
+    [{"tokens": 0}, {"tokens": 65536}, {"key_heads": 0}, {"value_heads": 3}, {"value_heads": 10}, {"rows": 8}],
+    ids=str,
 )
 def test_call_outside_the_limits_is_refused(library: ctypes.CDLL, changed: dict[str, int]) -> None:
     step = made_step([1], Form(2, 1))

@@ -18,6 +18,7 @@ HEAD = 128
 WIDTH = 4  # of the convolution
 GROUPS = (1, 2, 3, 4)  # value heads to a key head
 MAX_TOKENS = 65535
+MAX_VALUE_HEADS = 1024
 
 __all__ = ["HEAD", "MAX_TOKENS", "WIDTH", "Step", "counters", "decode", "supports"]
 
@@ -73,7 +74,7 @@ def _heads(step: Step) -> str | None:
         return f"a convolution over {width} tokens, not {WIDTH}"
     if channels % HEAD or (channels // HEAD - step.value_heads) % 2 or step.key_heads < 1:
         return f"{channels} channels do not fit {step.value_heads} value heads"
-    if step.value_heads not in [group * step.key_heads for group in GROUPS]:
+    if step.value_heads > MAX_VALUE_HEADS or step.value_heads not in [group * step.key_heads for group in GROUPS]:
         return f"{step.value_heads} value heads for {step.key_heads} key heads"
     return _shapes(step, channels)
 

@@ -219,6 +219,14 @@ T __ldcg(const T* p) {
     if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) std::abort();
     return *p;
 }
+inline float __expf(float value) { return std::exp(value); }
+inline float __fdividef(float value, float by) { return value / by; }
+inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
+template <class T>
+void __stcg(T* p, const T& value) {
+    if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) std::abort();
+    *p = value;
+}
 using std::isfinite;
 using std::max;
 using std::min;

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kHead = 128;                    // dimension of every head
 constexpr int kWorkers = kHead;               // threads that compute: two channels of q or k each
-constexpr int kThreads = kWorkers + 32;       // and a warp for the counter, whose fence stalls it
+constexpr int kThreads = kWorkers + 32;       // and a warp for the counter, whose fence stalls it, and the gates
 constexpr int kRowLanes = 8;                  // lanes that share a row of the state
 constexpr int kPassRows = kWorkers / kRowLanes;
 constexpr float kNormEpsilon = 1e-6f;         // vLLM's kernels
@@ -31,7 +31,7 @@ struct DecodeParams {
     unsigned* counters;
     int64_t x_stride, a_stride, b_stride, index_stride, conv_slot_stride, conv_token_stride, state_slot_stride;
     float scale;
-    int key_heads, value_heads;
+    int key_heads, value_heads, group, group_inverse;  // value heads to a key head, and how to divide by it
     bool a_log_is_bf16, dt_bias_is_bf16, early;
 };
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
     return __float_as_uint(rounded(low)) >> 16 | __float_as_uint(rounded(high));
 }
 
-__device__ __forceinline__ float silu(float value) { return value / (1.0f + expf(-value)); }
+__device__ __forceinline__ float silu(float value) { return __fdividef(value, 1.0f + __expf(-value)); }
 
 __device__ __forceinline__ float parameter(const void* values, bool is_bf16, int i) {
     return is_bf16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(values)[i]) : static_cast<const float*>(values)[i];
@@ -124,20 +124,21 @@ struct ChannelPair {
 
 struct Gates {
     float decay, beta;
-
-    __device__ __forceinline__ Gates(const DecodeParams& p, int token, int head, float a_log, float dt_bias) {
-        const float x = __bfloat162float(p.a[token * p.a_stride + head]) + dt_bias;
-        const float softplus = x <= kSoftplusThreshold ? log1pf(expf(x)) : x;
-        decay = expf(-expf(a_log) * softplus);
-        beta = 1.0f / (1.0f + expf(-__bfloat162float(p.b[token * p.b_stride + head])));
-    }
 };
 
-// What the workers of a CTA tell each other.
+// Accurate functions: an error in the decay comes back with every step.
+__device__ __forceinline__ Gates gates_of(const DecodeParams& p, int token, int head, float a_log, float dt_bias) {
+    const float a = __bfloat162float(p.a[token * p.a_stride + head]), b = __bfloat162float(p.b[token * p.b_stride + head]);
+    const float x = a + dt_bias, softplus = x <= kSoftplusThreshold ? log1pf(expf(x)) : x;
+    return {expf(-expf(a_log) * softplus), 1.0f / (1.0f + expf(-b))};
+}
+
+// What the threads of a CTA tell each other.
 template <int Rows>
 struct Exchange {
     alignas(16) float q[kHead], k[kHead];
     float v[Rows];
+    Gates gates;
     bool last;
 };
 
@@ -172,7 +173,8 @@ struct Tile {
 
     // Multiplies the state with k and q, updates it in memory, and stores the rows' outputs.
     template <int Rows>
-    __device__ __forceinline__ void step(const DecodeParams& p, const Exchange<Rows>& from, const Gates& gates, __nv_bfloat16* out) const {
+    __device__ __forceinline__ void step(const DecodeParams& p, const Exchange<Rows>& from, __nv_bfloat16* out) const {
+        const Gates gates = from.gates;
         float k[pieces][columns], q[pieces][columns];
         read(from.k, k), read(from.q, q);
         float products[2 * Passes + 3] = {};  // k S, q S of each row, then k k, q q, q k
@@ -197,7 +199,7 @@ struct Tile {
 #pragma unroll
             for (float& product : products) product += __shfl_xor_sync(~0u, product, lanes);
         }
-        const float k_norm = 1.0f / sqrtf(products[2 * Passes] + kNormEpsilon), q_norm = p.scale / sqrtf(products[2 * Passes + 1] + kNormEpsilon);
+        const float k_norm = rsqrtf(products[2 * Passes] + kNormEpsilon), q_norm = p.scale * rsqrtf(products[2 * Passes + 1] + kNormEpsilon);
 #pragma unroll
         for (int pass = 0; pass < Passes; ++pass) {
             const int row = pass * kPassRows + threadIdx.x / kRowLanes;
@@ -208,7 +210,7 @@ struct Tile {
                 Piece<T>::unpack(held[pass][piece], s);
 #pragma unroll
                 for (int i = 0; i < columns; ++i) s[i] = gates.decay * s[i] + delta * k[piece][i];
-                *place(pass, piece) = Piece<T>::pack(s);
+                __stcg(place(pass, piece), Piece<T>::pack(s));  // a plain store may be taken apart
             }
             const float o = q_norm * (gates.decay * products[2 * pass + 1] + delta * products[2 * Passes + 2]);
             if (threadIdx.x % kRowLanes == 0) out[row] = __float2bfloat16_rn(o);
@@ -216,17 +218,35 @@ struct Tile {
     }
 };
 
+// The last warp's part: tells whether this CTA is the last of its token and key head, and the gates.
+template <int Rows>
+__device__ __forceinline__ void keep_count(const DecodeParams& p, Exchange<Rows>& exchange, int key, int head, int token, float a_log, float dt_bias) {
+    bool last = false;
+    if (threadIdx.x == kWorkers) {
+        unsigned* counter = p.counters + token * p.key_heads + key;
+        last = arrive(counter) + 1 == unsigned(p.group * (kHead / Rows));
+        if (last) *counter = 0;
+    }
+    wait_for_producer();
+    release_dependents();
+    if (threadIdx.x == kWorkers) {
+        exchange.last = last;
+        exchange.gates = gates_of(p, token, head, a_log, dt_bias);
+    }
+}
+
 template <class T, int Rows>
 __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant__ DecodeParams p) {
     constexpr int slices = kHead / Rows;
     __shared__ Exchange<Rows> exchange;
     const int slice = blockIdx.x % slices, head = blockIdx.x / slices, token = blockIdx.y;
-    const int group = p.value_heads / p.key_heads, key = head / group, t = threadIdx.x;
+    const int key = head * p.group_inverse >> 16, t = threadIdx.x;
     const bool worker = t < kWorkers, has_v = t < Rows / 2;
     ChannelPair qk, v;
     if (worker) qk.request_weights(p, (t / (kHead / 2) * p.key_heads + key) * kHead + t % (kHead / 2) * 2);
     if (has_v) v.request_weights(p, (2 * p.key_heads + head) * kHead + slice * Rows + t * 2);
-    const float a_log = parameter(p.a_log, p.a_log_is_bf16, head), dt_bias = parameter(p.dt_bias, p.dt_bias_is_bf16, head);
+    const float a_log = worker ? 0.0f : parameter(p.a_log, p.a_log_is_bf16, head);
+    const float dt_bias = worker ? 0.0f : parameter(p.dt_bias, p.dt_bias_is_bf16, head);
     __nv_bfloat16* out = p.out + (int64_t(token) * p.value_heads + head) * kHead + slice * Rows;
 
     if (!p.early) wait_for_producer();
@@ -246,23 +266,19 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
         if (has_v) v.add_past();
     }
     __syncthreads();  // all have read the past of q and k
-    if (t == kWorkers) {
-        unsigned* counter = p.counters + token * p.key_heads + key;
-        exchange.last = arrive(counter) + 1 == unsigned(group * slices);
-        if (exchange.last) *counter = 0;
-    }
-    wait_for_producer();
-    release_dependents();
     if (worker) {
+        wait_for_producer();
+        release_dependents();
         qk.request_now(p, token);
         if (has_v) v.request_now(p, token);
+        qk.finish((t < kHead / 2 ? exchange.q : exchange.k) + t % (kHead / 2) * 2);
+        if (has_v) v.finish(exchange.v + t * 2);
+    } else {
+        keep_count(p, exchange, key, head, token, a_log, dt_bias);
     }
-    const Gates gates(p, token, head, a_log, dt_bias);
-    if (worker) qk.finish((t < kHead / 2 ? exchange.q : exchange.k) + t % (kHead / 2) * 2);
-    if (has_v) v.finish(exchange.v + t * 2);
     __syncthreads();
     if (!worker) return;
-    tile.step(p, exchange, gates, out);
+    tile.step(p, exchange, out);
     if (exchange.last) qk.shift(p, slot);
     if (has_v) v.shift(p, slot);
 }
@@ -279,12 +295,13 @@ DecodeKernel kernel_of(bool state_is_bf16, int rows) {
 }
 
 DecodeParams params_of(const GdnDecodeCall& c) {
+    const int group = c.value_heads / c.key_heads;
     const auto bf16 = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
     return {bf16(c.x), bf16(c.weight), bf16(c.bias), bf16(c.a), bf16(c.b), c.a_log, c.dt_bias,
             static_cast<const int32_t*>(c.indices), static_cast<__nv_bfloat16*>(c.conv_state), c.state,
             static_cast<__nv_bfloat16*>(c.out), static_cast<unsigned*>(c.counters),
             c.x_stride, c.a_stride, c.b_stride, c.index_stride, c.conv_slot_stride, c.conv_token_stride, c.state_slot_stride,
-            c.scale, c.key_heads, c.value_heads, c.a_log_is_bf16 != 0, c.dt_bias_is_bf16 != 0, c.early != 0};
+            c.scale, c.key_heads, c.value_heads, group, 65536 / group + 1, c.a_log_is_bf16 != 0, c.dt_bias_is_bf16 != 0, c.early != 0};
 }
 
 }  // namespace
@@ -300,7 +317,8 @@ int32_t gdn_decode(const GdnDecodeCall* call, void* stream) {
     const int rows = call->rows ? call->rows : 32;
     const DecodeKernel kernel = kernel_of(call->state_is_bf16, rows);
     if (!kernel || call->tokens < 1 || call->tokens > 65535 || call->key_heads < 1) return cudaErrorInvalidValue;
-    if (call->value_heads < 1 || call->value_heads % call->key_heads) return cudaErrorInvalidValue;
+    // Up to 1024 heads a multiplication and a shift divide exactly.
+    if (call->value_heads < 1 || call->value_heads > 1024 || call->value_heads % call->key_heads || call->value_heads / call->key_heads > 4) return cudaErrorInvalidValue;
     int device = 0, major = 0;
     if (const auto error = cudaGetDevice(&device)) return error;
     if (const auto error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
