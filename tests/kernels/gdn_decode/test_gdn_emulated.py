@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch
 
 from qwen_nvfp4_serve.kernels import gdn_decode
 from qwen_nvfp4_serve.kernels.build import GDN_DECODE
-from qwen_nvfp4_serve.kernels.gdn_decode import Step, binding, reference
+from qwen_nvfp4_serve.kernels.gdn_decode import Step, binding, check, reference
 from qwen_nvfp4_serve.kernels.gdn_decode.check import Form, random_step, whole
 
 HERE = Path(__file__).parent
@@ -53,15 +55,11 @@ class Run:
         return int(self.library.gdn_decode(ctypes.byref(call), None))
 
     def check(self, step: Step, *, rows: int = 0, early: bool = False) -> None:
-        """One step as the definition has it; counters are zero again, other slots and the pages' rests as they were."""
+        """One step as the definition has it; counters are zero again, the pages' rests as they were."""
         expected = reference.expected(step)
-        others = torch.ones(step.state.shape[0], dtype=torch.bool)
-        others[step.indices[expected.valid].long()] = False
-        untouched = step.state[others].clone()
         pages = whole(step.state).clone()
         assert self(step, rows=rows, early=early) == 0
         assert expected.holds(step)
-        assert torch.equal(step.state[others], untouched)
         changed = (whole(step.state) != pages).view(step.state.shape[0], -1)
         assert not changed[:, step.state[0].numel() * step.state.element_size() :].any()
         assert not self.counts.any()
@@ -161,3 +159,40 @@ def test_what_the_kernel_ahead_writes_is_read_only_after_waiting(library: ctypes
 def test_call_outside_the_limits_is_refused(library: ctypes.CDLL, changed: dict[str, int]) -> None:
     step = made_step([1], Form(2, 1))
     assert Run(library, step)(step, **changed) == INVALID  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def tried(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+    """The check before serving, of the emulated kernel; `spoil` is what happens to a step after it."""
+
+    def check_of(spoil: Callable[[Step, torch.Tensor], object] = lambda _step, _counts: None) -> str | None:
+        def decode(step: Step, counts: torch.Tensor, *, early: bool = False) -> None:
+            call = gdn_decode.call_of(step, counts, rows=0, early=early, dependent=True)
+            assert library.gdn_decode(ctypes.byref(call), None) == 0
+            spoil(step, counts)
+
+        monkeypatch.setattr(gdn_decode, "decode", decode)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+        return check.wrong(PAIR, "cpu")
+
+    return check_of
+
+
+def test_check_before_serving_finds_the_kernel_right(tried: Callable[..., str | None]) -> None:
+    assert tried() is None
+
+
+TURNS = itertools.count()
+SPOILED: dict[str, Callable[[Step, torch.Tensor], object]] = {
+    "outputs": lambda step, _: step.out.mul_(1.02),
+    "a state": lambda step, _: step.state[3, 1, 5, 7].mul_(1.001),
+    "another slot": lambda step, _: step.state[1].add_(1),
+    "what was kept of a channel": lambda step, _: step.conv_state[2, 0, 9].add_(1),
+    "a counter": lambda _, counts: counts[0, 0].add_(1),
+    "unequal bits": lambda step, _: step.state[2, 0, 0, 0].mul_(1 + 1e-6 * (next(TURNS) % 2)),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_check_before_serving_sees_what_is_wrong(tried: Callable[..., str | None], what: str) -> None:
+    assert tried(SPOILED[what])

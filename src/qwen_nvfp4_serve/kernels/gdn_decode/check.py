@@ -63,10 +63,10 @@ def random_step(form: Form, indices: tuple[int, ...], *, slots: int = 4, seed: i
 
 
 def moved(step: Step, device: torch.device | str) -> Step:
-    """The same step on another device, with all that lies beside its operands."""
+    """A copy of the step on a device, with all that lies beside its operands."""
 
     def there(tensor: torch.Tensor) -> torch.Tensor:
-        everything = whole(tensor).to(device).view(tensor.dtype)
+        everything = whole(tensor).to(device, copy=True).view(tensor.dtype)
         return everything.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     fields = {name: getattr(step, name) for name in Step.__dataclass_fields__}

@@ -37,19 +37,26 @@ class Near:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a step leaves: outputs, the touched slots' states, and the whole conv state exactly."""
+    """What a step leaves: outputs, the states of its slots, and bit for bit the conv state and all other slots."""
 
     out: Near  # [T, HV, 128]
     state: Near  # [T, HV, 128 (v), 128 (k)], of each token's slot; of no meaning where `valid` is False
     valid: torch.Tensor  # [T]
     conv_state: torch.Tensor
+    before: torch.Tensor  # all slots' states
 
     def holds(self, step: Step) -> bool:
-        """True if `step`, after it was run, is as expected. Slots that no token has are the caller's to compare."""
+        """True if `step`, after it was run, is as expected."""
         slots = step.indices[self.valid].long()
         state = Near(self.state.value[self.valid], self.state.bound[self.valid])
-        same = torch.equal(step.conv_state.view(torch.int16), self.conv_state.view(torch.int16))
-        return same and self.out.holds(step.out) and state.holds(step.state[slots])
+        others = torch.ones(self.before.shape[0], dtype=torch.bool, device=self.before.device)
+        others[slots] = False
+        kept = _same_bits(step.conv_state, self.conv_state) and _same_bits(step.state[others], self.before[others])
+        return kept and self.out.holds(step.out) and state.holds(step.state[slots])
+
+
+def _same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return bool(torch.equal(x.contiguous().view(torch.int16), y.contiguous().view(torch.int16)))
 
 
 def expected(step: Step) -> Expected:
@@ -65,7 +72,7 @@ def expected(step: Step) -> Expected:
     conv_state[slots[valid], : WIDTH - 1] = window[valid, 1:]
     shown = valid[:, None, None]
     out = Near(out.value * shown, out.bound * shown).stored_as(torch.bfloat16)
-    return Expected(out, state.stored_as(step.state.dtype), valid, conv_state)
+    return Expected(out, state.stored_as(step.state.dtype), valid, conv_state, step.state.clone())
 
 
 def _convolved(step: Step, window: torch.Tensor) -> Near:
