@@ -4,6 +4,7 @@
 // head's state in registers and computes the 256 channels of q and k that it needs itself; both products with the state
 // are taken before its update, as q (g S + d k) = g (q S) + d (q k). Only the last three tokens of q's and k's channels
 // are shared between CTAs: who arrives last after all have read them may shift them. Nobody waits for another CTA.
+// What other kernels write is read past the first cache: some of it before the kernel ahead has ended.
 #include "gdn_decode.h"
 #include "device.cuh"
 
@@ -98,7 +99,7 @@ struct ChannelPair {
 
     __device__ __forceinline__ void request_past(const DecodeParams& p, int64_t slot) {
 #pragma unroll
-        for (int i = 0; i < 3; ++i) past[i] = *place(p, slot, i);
+        for (int i = 0; i < 3; ++i) past[i] = __ldcg(place(p, slot, i));
     }
 
     __device__ __forceinline__ void add_past() {
@@ -108,7 +109,7 @@ struct ChannelPair {
     }
 
     __device__ __forceinline__ void request_now(const DecodeParams& p, int token) {
-        now = *reinterpret_cast<const uint32_t*>(p.x + token * p.x_stride + channel);
+        now = __ldcg(reinterpret_cast<const uint32_t*>(p.x + token * p.x_stride + channel));
     }
 
     // Rounded as vLLM rounds between its two kernels.
@@ -159,7 +160,7 @@ struct Tile {
 #pragma unroll
         for (int pass = 0; pass < Passes; ++pass) {
 #pragma unroll
-            for (int piece = 0; piece < pieces; ++piece) held[pass][piece] = *place(pass, piece);
+            for (int piece = 0; piece < pieces; ++piece) held[pass][piece] = __ldcg(place(pass, piece));
         }
     }
 
@@ -250,7 +251,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(const __grid_constant_
     __nv_bfloat16* out = p.out + (int64_t(token) * p.value_heads + head) * kHead + slice * Rows;
 
     if (!p.early) wait_for_producer();
-    const int64_t slot = p.indices[token * p.index_stride];
+    const int64_t slot = __ldcg(p.indices + token * p.index_stride);
     if (slot <= 0) {  // no request's token: as vLLM does, its states stay and its output is zero
         wait_for_producer();
         release_dependents();
