@@ -6,6 +6,7 @@
 #include "device.cuh"
 #include "layout.cuh"
 #include "linear.h"
+#include "warpgroup.cuh"
 
 #if !defined(NVFP4_VARIANTS)
 // Parts, tiles, warps, steps in a stage, CTAs per multiprocessor. Chosen from all that were measured: docs/kernels.md.
@@ -111,12 +112,12 @@ struct ActivationStage {
             if (token + i * tokens_per_pass < p.m) copy_async(stage + slot + i * tokens_per_pass * 4 * S::parts, x);
             x += tokens_per_pass * p.x_stride;
         }
-        asm volatile("cp.async.commit_group;" ::: "memory");
+        commit_copies();
     }
 
     // Waits for this thread's own chunks and reorders them in place.
     __device__ __forceinline__ void finish(const Params& p, uint4* stage) const {
-        asm volatile("cp.async.wait_all;" ::: "memory");
+        wait_for_copies<0>();
 #pragma unroll
         for (int i = 0; i < passes; ++i) {
             if (token + i * tokens_per_pass >= p.m) break;
@@ -230,7 +231,7 @@ __device__ __forceinline__ bool combine_block(const Params& p, int block, bool s
 template <int P, int Tiles, int Warps, int StageSteps, int MinBlocks>
 __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __grid_constant__ Params p) {
     using S = Shape<P, Tiles, Warps, StageSteps>;
-    extern __shared__ uint4 stages[];
+    uint4* stages = static_cast<uint4*>(dynamic_shared());
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int begin = int(int64_t(p.total) * blockIdx.x / gridDim.x);
     int left = int(int64_t(p.total) * (blockIdx.x + 1) / gridDim.x) - begin;
@@ -316,6 +317,206 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
     }
 }
 
+// The kernel for products of four warps: a step of 128 columns at a time, Depth stages of weights and activations in
+// shared memory. A word of activations is 4 registers of tokens x 16 bytes; Pad slots behind it keep the stores of two
+// words out of each other's banks.
+template <int Tiles, int Warps, int Depth, int Pad>
+struct WarpgroupShape {
+    static constexpr int parts = 1, tiles = Tiles, warps = Warps, threads = Warps * 32, depth = Depth;
+    static constexpr int tokens = Tiles * 8, rows = Warps * kWarpRows;
+    static constexpr int step_columns = kPartColumns, step_bytes = step_columns / 2;
+    static constexpr int word_slots = 4 * tokens + Pad, token_slots = 4 * word_slots;  // of 16 bytes
+    static constexpr int weight_slots = 5 * threads, stage_slots = token_slots + weight_slots;
+    static constexpr int shared_bytes = Depth * stage_slots * 16;
+    static constexpr int slot_floats = threads * 8 * Tiles;
+    static_assert(Warps % 4 == 0);
+};
+
+#if defined(NVFP4_WARPGROUP)
+
+// What a thread brings to shared memory, step by step: its own weights and scales, and activations for everyone.
+template <class S>
+struct Supply {
+    static constexpr int passes = (4 * S::tokens + S::threads - 1) / S::threads;
+    const uint8_t *weights, *scales;
+    int later[3];           // bytes from the first quarter's row to the others'
+    int block, step, left;  // what is requested next
+    int token, word;        // the first chunks of activations, 8 columns for each lane of an MMA
+
+    __device__ Supply(const Params& p, int begin, int count) : block(begin / p.steps), step(begin % p.steps), left(count) {
+        seek(p);
+        // Neighbouring threads: two words (32 bytes to read), four tokens (64 bytes to store), two more words, more tokens.
+        word = threadIdx.x % 2 + threadIdx.x / 8 % 2 * 2;
+        token = threadIdx.x / 16 * 4 + threadIdx.x / 2 % 4;
+    }
+
+    __device__ __forceinline__ void seek(const Params& p) {
+        WeightCursor<S> cursor;
+        cursor.seek(p, block, step);
+        weights = cursor.row[0], scales = cursor.scale;
+#pragma unroll
+        for (int q = 1; q < 4; ++q) later[q - 1] = int(cursor.row[q] - weights);
+    }
+
+    __device__ __forceinline__ void request_weights(uint4* stage) const {
+        uint4* slot = stage + S::token_slots + threadIdx.x;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) copy_weights_async(slot + q * S::threads, q ? weights + later[q - 1] : weights);
+        copy_weights_async(slot + 4 * S::threads, scales);
+    }
+
+    __device__ __forceinline__ void request_tokens(const Params& p, uint4* stage, int of_step) const {
+#pragma unroll
+        for (int pass = 0; pass < passes; ++pass) {
+            if (token + pass * (S::threads / 4) >= p.m) break;
+            const __nv_bfloat16* from = p.x + (token + pass * (S::threads / 4)) * p.x_stride + of_step * S::step_columns + word * 8;
+            uint4* slot = stage + word * S::word_slots + token + pass * (S::threads / 4);
+#pragma unroll
+            for (int t = 0; t < 4; ++t) copy_async(slot + t * S::tokens, from + t * kLaneColumns);
+        }
+    }
+
+    __device__ __forceinline__ void advance(const Params& p) {
+        if (--left == 0) return;
+        if (++step == p.steps) {
+            ++block, step = 0;
+            seek(p);
+        } else {
+            weights += S::step_bytes, scales += S::step_columns / 64 * kTileBytes;
+        }
+    }
+
+    // Reorders what this thread has brought of a stage, so that slot register * tokens + token of a word holds, for t = 0..3,
+    // that register of the 8 columns that lane t decodes.
+    __device__ __forceinline__ void turn(const Params& p, uint4* stage) const {
+#pragma unroll
+        for (int pass = 0; pass < passes; ++pass) {
+            if (token + pass * (S::threads / 4) >= p.m) break;
+            uint4* slot = stage + word * S::word_slots + token + pass * (S::threads / 4);
+            Word4 turned[4];
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+                const uint4 chunk = slot[t * S::tokens];
+                const Word4 o = permute_activations({{chunk.x, chunk.y, chunk.z, chunk.w}});
+#pragma unroll
+                for (int i = 0; i < 4; ++i) turned[i].v[t] = o.v[i];
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                slot[i * S::tokens] = make_uint4(turned[i].v[0], turned[i].v[1], turned[i].v[2], turned[i].v[3]);
+        }
+        publish_to_products();
+    }
+};
+
+// This thread's scales out of a stage, as pairs.
+template <class S>
+__device__ __forceinline__ Word4 staged_scales(const uint4* stage) {
+    const uint4 v = stage[S::token_slots + 4 * S::threads + threadIdx.x];
+    const uint32_t selector = scale_selector(threadIdx.x % 4);
+    return {{scale_pair(v.x, selector), scale_pair(v.y, selector), scale_pair(v.z, selector), scale_pair(v.w, selector)}};
+}
+
+// Two words of a step: two rows of a lane are multiplied while its next two are decoded.
+template <class S>
+__device__ __forceinline__ void multiply_words(float (&acc)[2][S::tiles][4], const uint4* stage, const Word4& scale, int first, TokenBlocks x, int at) {
+    uint2 codes[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) codes[q] = reinterpret_cast<const uint2*>(stage + S::token_slots + q * S::threads + threadIdx.x)[first / 2];
+#pragma unroll
+    for (int word = first; word < first + 2; ++word) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            Word4 a[4];
+#pragma unroll
+            for (int q = 2 * h; q < 2 * h + 2; ++q) {
+                a[q] = decode_quarter(word % 2 ? codes[q].y : codes[q].x, scale.v[q], word);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) pin(a[q].v[i]);
+            }
+            fence_registers();
+#pragma unroll
+            for (int pass = 0; pass < 2; ++pass)
+                multiply_rows(acc[h], mma_weights(a, h, pass), x, at + word * S::word_slots + pass * 2 * S::tokens);
+            commit_products();
+            wait_for_products<1>();  // those before: their registers take the next weights
+        }
+    }
+}
+
+template <class S>
+__device__ __forceinline__ void pin_sums(float (&acc)[2][S::tiles][4]) {
+#pragma unroll
+    for (int i = 0; i < 8 * S::tiles; ++i) pin(acc[i / (4 * S::tiles)][i / 4 % S::tiles][i % 4]);
+}
+
+template <class S>
+__device__ __forceinline__ void run_warpgroups(const Params& p, uint4* stages) {
+    const int begin = int(int64_t(p.total) * blockIdx.x / gridDim.x);
+    int left = int(int64_t(p.total) * (blockIdx.x + 1) / gridDim.x) - begin;
+    int block = begin / p.steps, step = begin % p.steps;
+    Supply<S> supply(p, begin, left);
+#pragma unroll 1
+    for (int i = 0; i < min(S::depth - 1, left); ++i) {
+        supply.request_weights(stages + i * S::stage_slots);
+        supply.advance(p);
+    }
+    wait_for_producer();
+    release_dependents();
+#pragma unroll 1
+    for (int i = 0; i < S::depth - 1; ++i) {
+        if (i < left) supply.request_tokens(p, stages + i * S::stage_slots, (step + i) % p.steps);
+        commit_copies();
+    }
+    wait_for_copies<S::depth - 2>();
+    supply.turn(p, stages);
+    __syncthreads();
+
+    const TokenBlocks x = describe_tokens(stages, S::tokens * 16);
+    float acc[2][S::tiles][4] = {};
+    pin_sums<S>(acc);
+    bool starts = step == 0;
+    int now = 0, before = (S::depth - 1) * S::stage_slots;  // stages, as slots from the first
+#pragma unroll 1
+    while (true) {
+        if (supply.left > 0) {
+            supply.request_tokens(p, stages + before, supply.step);
+            supply.request_weights(stages + before);
+            supply.advance(p);
+        }
+        commit_copies();
+        const Word4 scale = staged_scales<S>(stages + now);
+        multiply_words<S>(acc, stages + now, scale, 0, x, now);
+        const int next = now == (S::depth - 1) * S::stage_slots ? 0 : now + S::stage_slots;
+        wait_for_copies<S::depth - 2>();
+        if (left > 1) supply.turn(p, stages + next);
+        multiply_words<S>(acc, stages + now, scale, 2, x, now);
+        wait_for_products<0>();
+        pin_sums<S>(acc);
+        const bool finishes = ++step == p.steps, last = --left == 0;
+        if (finishes || last) {
+            if ((starts && finishes) || combine_block<S>(p, block, starts, acc)) store_block<S>(p, block, acc);
+            if (last) return;
+            ++block, step = 0, starts = true;
+#pragma unroll
+            for (int j = 0; j < 8 * S::tiles; ++j) acc[j / (4 * S::tiles)][j / 4 % S::tiles][j % 4] = 0.0f;
+            pin_sums<S>(acc);
+        }
+        before = now, now = next;
+        __syncthreads();
+    }
+}
+
+#endif
+
+// Empty on cards without such products.
+template <int Tiles, int Warps, int Depth, int MinBlocks, int Pad>
+__global__ void __launch_bounds__(Warps * 32, MinBlocks) warpgroup_kernel(const __grid_constant__ Params p) {
+#if defined(NVFP4_WARPGROUP)
+    run_warpgroups<WarpgroupShape<Tiles, Warps, Depth, Pad>>(p, static_cast<uint4*>(dynamic_shared()));
+#endif
+}
+
 // Rows of E2M1 * E4M3 as bf16. A thread decodes one 8-column word in each quarter of a 128-row tile.
 __global__ void dequantize_kernel(const uint8_t* packed, const uint8_t* scales, uint4* out, int64_t first_row, int64_t rows, int64_t n, int64_t k) {
     const int64_t word = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, words = k / 8;
@@ -341,6 +542,7 @@ using Kernel = void (*)(Params);
 
 struct Variant {
     int tokens, warps, blocks;  // blocks: CTAs per multiprocessor that it is made for
+    int capability;             // the only one that runs it, 0 if all do
     int step_columns, rows, shared_bytes, slot_floats;
     Kernel kernel;
 };
@@ -348,7 +550,13 @@ struct Variant {
 template <int P, int Tiles, int Warps, int StageSteps, int MinBlocks>
 constexpr Variant variant() {
     using S = Shape<P, Tiles, Warps, StageSteps>;
-    return {S::tokens, Warps, MinBlocks, S::step_columns, S::rows, S::shared_bytes, S::slot_floats, linear_kernel<P, Tiles, Warps, StageSteps, MinBlocks>};
+    return {S::tokens, Warps, MinBlocks, 0, S::step_columns, S::rows, S::shared_bytes, S::slot_floats, linear_kernel<P, Tiles, Warps, StageSteps, MinBlocks>};
+}
+
+template <int Tiles, int Warps, int Depth, int MinBlocks, int Pad = 4>
+constexpr Variant warpgroup_variant() {
+    using S = WarpgroupShape<Tiles, Warps, Depth, Pad>;
+    return {S::tokens, Warps, MinBlocks, 90, S::step_columns, S::rows, S::shared_bytes, S::slot_floats, warpgroup_kernel<Tiles, Warps, Depth, MinBlocks, Pad>};
 }
 
 const Variant kVariants[] = {NVFP4_VARIANTS};
@@ -383,7 +591,7 @@ cudaError_t residency(const Residency** result) {
         for (int i = 0; i < kVariantCount; ++i) {
             const Variant& v = kVariants[i];
             r.blocks[i] = 0;
-            if (v.shared_bytes > shared_limit) continue;
+            if (v.shared_bytes > shared_limit || (v.capability && v.capability != r.capability)) continue;
             if (const auto error = cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, v.shared_bytes)) return error;
             if (const auto error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&r.blocks[i], v.kernel, v.warps * 32, v.shared_bytes)) return error;
         }
@@ -466,7 +674,10 @@ int32_t nvfp4_linear(const Nvfp4LinearCall* call, void* stream) {
 int32_t nvfp4_dequantize(const void* packed, const void* scales, void* out, int64_t first_row, int64_t rows, int64_t n, int64_t k, void* stream) {
     if (rows < 1 || first_row % kTileRows || k % kLaneColumns) return cudaErrorInvalidValue;
     const dim3 grid(unsigned((k / 8 + 127) / 128), unsigned((rows + kTileRows - 1) / kTileRows * 32));
-    dequantize_kernel<<<grid, 128, 0, static_cast<cudaStream_t>(stream)>>>(
-        static_cast<const uint8_t*>(packed), static_cast<const uint8_t*>(scales), static_cast<uint4*>(out), first_row, rows, n, k);
-    return cudaGetLastError();
+    cudaLaunchConfig_t config{};
+    config.gridDim = grid;
+    config.blockDim = dim3(128);
+    config.stream = static_cast<cudaStream_t>(stream);
+    return cudaLaunchKernelEx(&config, dequantize_kernel, static_cast<const uint8_t*>(packed), static_cast<const uint8_t*>(scales),
+                              static_cast<uint4*>(out), first_row, rows, n, k);
 }
