@@ -45,9 +45,7 @@ class Case:
         self.x = torch.randn(128, k + 16, generator=generator).bfloat16()[:, 8 : k + 8]
         self.bias = torch.randn(n, generator=generator).bfloat16()
         dense = nvfp4.dequantize_nvfp4(packed, scales, self.weight.row_scale, dtype=torch.float64)
-        self.expected = reference.linear_reference(
-            self.x, packed, self.weight.scales, self.weight.row_scale, self.bias
-        )
+        self.expected = reference.linear_reference(self.x, packed, self.weight.scales, self.weight.row_scale, self.bias)
         self.bound = reference.error_bound(self.x, dense, self.expected)
 
     def run(self, library: ctypes.CDLL, m: int, variant: int, grid: int = 0) -> torch.Tensor:

@@ -67,7 +67,7 @@ __device__ __forceinline__ void keep_here(uint32_t& value) { asm volatile("" : "
 
 // The shared memory that a launch asked for.
 __device__ __forceinline__ void* dynamic_shared() {
-    extern __shared__ uint4 dynamic[];
+    extern __shared__ __align__(128) uint4 dynamic[];
     return dynamic;
 }
 

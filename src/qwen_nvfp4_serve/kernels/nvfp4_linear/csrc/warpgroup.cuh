@@ -8,12 +8,14 @@ namespace nvfp4 {
 #define NVFP4_WARPGROUP
 
 // B as blocks of 8 tokens x 8 slots, 128 consecutive bytes each, a token's 8 slots together.
-using TokenBlocks = uint64_t;
+struct TokenBlocks {
+    uint32_t low, high;
+};
 
 // k_stride: bytes from the blocks of a k16's first 8 slots to those of its second 8. Blocks of further tokens are adjacent.
 __device__ __forceinline__ TokenBlocks describe_tokens(const void* shared, int k_stride) {
-    const uint64_t address = __cvta_generic_to_shared(shared);
-    return (address & 0x3ffff) >> 4 | uint64_t(k_stride / 16) << 16 | uint64_t(128 / 16) << 32;
+    const uint32_t address = uint32_t(__cvta_generic_to_shared(shared));
+    return {(address & 0x3ffff) >> 4 | uint32_t(k_stride / 16) << 16, 128 / 16};
 }
 
 // Registers that were written before may be used after.
@@ -53,7 +55,7 @@ __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(va
 // begins, in 16 bytes from the start of `b`.
 template <int Tiles>
 __device__ __forceinline__ void multiply_rows(float (&c)[Tiles][4], Word4 a, TokenBlocks b, int at) {
-    const uint64_t tokens_at = b + at;
+    const uint64_t tokens_at = uint64_t(b.high) << 32 | (b.low + at);
     static_assert(Tiles == 2 || Tiles == 3 || Tiles == 4 || Tiles == 6 || Tiles == 8 || Tiles == 12 || Tiles == 16);
     if constexpr (Tiles == 2) NVFP4_WGMMA("16", NVFP4_SUMS8, "8", "9", "10", "11", "12", NVFP4_C2(0));
     if constexpr (Tiles == 3) NVFP4_WGMMA("24", NVFP4_SUMS12, "12", "13", "14", "15", "16", NVFP4_C2(0), NVFP4_C(2));
