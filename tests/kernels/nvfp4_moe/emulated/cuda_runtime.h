@@ -270,27 +270,37 @@ struct cudaLaunchConfig_t {
     cudaLaunchAttribute* attrs;
     int numAttrs;
 };
-inline int cudaGetDevice(int* device) { return *device = 0; }
-// An H200 with nine multiprocessors.
-inline int cudaDeviceGetAttribute(int* value, int attribute, int) {
-    *value = attribute == cudaDevAttrMultiProcessorCount                ? 9
-             : attribute == cudaDevAttrComputeCapabilityMajor           ? 9
-             : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin     ? 227 * 1024
-                                                                        : 0;
+namespace emulated {
+// Cards of nine multiprocessors.
+struct Card {
+    int major, block_shared_bytes, processor_shared_bytes;
+};
+constexpr Card cards[] = {{9, 227 * 1024, 228 * 1024}, {12, 99 * 1024, 100 * 1024}};
+inline int card = 0;
+inline size_t last_shared_bytes = 0;
+}  // namespace emulated
+inline int cudaGetDevice(int* device) { return *device = emulated::card, 0; }
+inline int cudaDeviceGetAttribute(int* value, int attribute, int device) {
+    *value = attribute == cudaDevAttrMultiProcessorCount            ? 9
+             : attribute == cudaDevAttrComputeCapabilityMajor       ? emulated::cards[device].major
+             : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulated::cards[device].block_shared_bytes
+                                                                    : 0;
     return 0;
 }
 template <class Kernel>
 int cudaFuncSetAttribute(Kernel, int, int) {
     return 0;
 }
+// As shared memory allows, of which a CTA takes another KB; registers are held to allow two.
 template <class Kernel>
-int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, int) {
-    return *blocks = 2, 0;
+int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, int shared_bytes) {
+    return *blocks = std::min(2, emulated::cards[emulated::card].processor_shared_bytes / (shared_bytes + 1024)), 0;
 }
 inline const char* cudaGetErrorName(int) { return "cudaErrorInvalidValue"; }
 template <class Kernel, class... Params>
 int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, const Params&... params) {
     gridDim = config->gridDim, blockDim = config->blockDim;
+    emulated::last_shared_bytes = config->dynamicSmemBytes;
     for (unsigned block = 0; block < gridDim.x * gridDim.y; ++block) {
         blockIdx.x = block % gridDim.x, blockIdx.y = block / gridDim.x;
         emulated::dynamic.assign(config->dynamicSmemBytes / sizeof(uint4) + 1, make_uint4(~0u, ~0u, ~0u, ~0u));  // NaN

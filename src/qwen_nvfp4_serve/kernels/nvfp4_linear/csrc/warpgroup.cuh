@@ -48,22 +48,17 @@ __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(va
 #define NVFP4_SUMS16 NVFP4_SUMS12 ", %12, %13, %14, %15"
 #define NVFP4_SUMS24 NVFP4_SUMS16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define NVFP4_SUMS32 NVFP4_SUMS24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define NVFP4_SUMS48 NVFP4_SUMS32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define NVFP4_SUMS64 NVFP4_SUMS48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 // c += a b for this thread's share of 64 rows and Tiles times 8 tokens. Runs on until it is waited for. at: where the k16
 // begins, in 16 bytes from the start of `b`.
 template <int Tiles>
 __device__ __forceinline__ void multiply_rows(float (&c)[Tiles][4], Word4 a, TokenBlocks b, int at) {
     const uint64_t tokens_at = uint64_t(b.high) << 32 | (b.low + at);
-    static_assert(Tiles == 2 || Tiles == 3 || Tiles == 4 || Tiles == 6 || Tiles == 8 || Tiles == 12 || Tiles == 16);
-    if constexpr (Tiles == 2) NVFP4_WGMMA("16", NVFP4_SUMS8, "8", "9", "10", "11", "12", NVFP4_C2(0));
+    static_assert(Tiles == 3 || Tiles == 4 || Tiles == 6 || Tiles == 8);
     if constexpr (Tiles == 3) NVFP4_WGMMA("24", NVFP4_SUMS12, "12", "13", "14", "15", "16", NVFP4_C2(0), NVFP4_C(2));
     if constexpr (Tiles == 4) NVFP4_WGMMA("32", NVFP4_SUMS16, "16", "17", "18", "19", "20", NVFP4_C4(0));
     if constexpr (Tiles == 6) NVFP4_WGMMA("48", NVFP4_SUMS24, "24", "25", "26", "27", "28", NVFP4_C4(0), NVFP4_C2(4));
     if constexpr (Tiles == 8) NVFP4_WGMMA("64", NVFP4_SUMS32, "32", "33", "34", "35", "36", NVFP4_C8(0));
-    if constexpr (Tiles == 12) NVFP4_WGMMA("96", NVFP4_SUMS48, "48", "49", "50", "51", "52", NVFP4_C8(0), NVFP4_C4(8));
-    if constexpr (Tiles == 16) NVFP4_WGMMA("128", NVFP4_SUMS64, "64", "65", "66", "67", "68", NVFP4_C8(0), NVFP4_C8(8));
 }
 
 #undef NVFP4_C
@@ -76,8 +71,6 @@ __device__ __forceinline__ void multiply_rows(float (&c)[Tiles][4], Word4 a, Tok
 #undef NVFP4_SUMS16
 #undef NVFP4_SUMS24
 #undef NVFP4_SUMS32
-#undef NVFP4_SUMS48
-#undef NVFP4_SUMS64
 
 #endif
 
