@@ -56,7 +56,12 @@ class KernelLibrary:
 
 
 LINEAR_SOURCES = HERE / "nvfp4_linear" / "csrc"
-NVFP4_LINEAR = KernelLibrary("nvfp4_linear", LINEAR_SOURCES, ("linear.cu", "linear.h", "layout.cuh", "device.cuh"))
+LINEAR_KERNELS = ("warp_kernel.cuh", "warpgroup_kernel.cuh", "row_blocks.cuh")
+NVFP4_LINEAR = KernelLibrary(
+    "nvfp4_linear",
+    LINEAR_SOURCES,
+    ("linear.cu", "linear.h", *LINEAR_KERNELS, "layout.cuh", "device.cuh", "warpgroup.cuh"),
+)
 NVFP4_MOE = KernelLibrary(
     "nvfp4_moe",
     HERE / "nvfp4_moe" / "csrc",

@@ -7,11 +7,12 @@ import torch
 
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.kernels import nvfp4, nvfp4_linear
+from qwen_nvfp4_serve.kernels.admission import shapes
 from qwen_nvfp4_serve.kernels.nvfp4_linear import binding, launch, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 SHAPES = ((128, 128), (200, 768), (96, 512), (1000, 640), (5120, 1024))
-TOKENS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 33, 48, 63, 64)
+TOKENS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 24, 25, 32, 33, 48, 63, 64)
 
 
 class Case:
@@ -56,10 +57,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def test_kernel_every_variant_and_m_is_within_the_bound(case: Case) -> None:
+    capability = torch.cuda.get_device_capability()
     for index, row in enumerate(binding.variants(binding.library())):
-        if case.x.shape[1] % row.step_columns:
-            continue
-        for m in (m for m in TOKENS if m <= row.tokens):
+        for m in (m for m in TOKENS if row.takes(m, case.x.shape[1], capability)):
             case.check(case.run(m, variant=index))
 
 
@@ -80,6 +80,12 @@ def test_kernel_leaves_its_counters_at_zero_and_repeats_bit_for_bit(case: Case) 
         for _ in range(5):
             assert torch.equal(case.run(m), first)
     assert all(int(workspace[: 2**16].max()) == 0 for workspace in launch._partials.values())
+
+
+def test_workspace_is_within_what_the_planner_counts() -> None:
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    needed = binding.library().nvfp4_linear_workspace_bytes()
+    assert 0 < needed <= processors * shapes.PARTIAL_BYTES_PER_PROCESSOR + shapes.COUNTER_BYTES
 
 
 def test_kernel_wrong_scale_is_seen(case: Case) -> None:

@@ -24,9 +24,10 @@ def test_result_has_every_layer_and_names_its_origin() -> None:
 
 
 def test_result_was_correct_everywhere() -> None:
-    errors = [error for by_m in RESULT["checked"].values() for error in by_m.values()]
-    assert len(errors) == len(SHAPES) * 15
-    assert max(errors) <= 1.0
+    assert set(RESULT["checked"]) == {shape.name for shape in SHAPES}
+    for errors in RESULT["checked"].values():
+        assert len(errors) >= 15
+        assert max(errors.values()) <= 1.0
 
 
 def test_tiled_gemm_has_a_table_where_it_was_timed() -> None:

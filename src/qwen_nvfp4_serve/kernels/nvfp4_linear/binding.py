@@ -22,7 +22,16 @@ class LinearCall(ctypes.Structure):
 class LinearVariant(ctypes.Structure):
     """`struct Nvfp4LinearVariant`."""
 
-    _fields_ = tuple((n, ctypes.c_int32) for n in ("tokens", "warps", "blocks", "step_columns", "rows", "shared_bytes"))
+    _fields_ = tuple(
+        (name, ctypes.c_int32)
+        for name in ("tokens", "warps", "blocks", "capability", "most_rows", "step_columns", "rows", "shared_bytes")
+    )
+
+    def takes(self, m: int, k: int, capability: tuple[int, int]) -> bool:
+        """Whether a card of this capability can be asked for it, with m tokens and k columns."""
+        major, minor = capability
+        runs = self.capability in {0, 10 * major + minor}
+        return bool(runs and m <= self.tokens and k % self.step_columns == 0)
 
 
 def variants(loaded: ctypes.CDLL) -> list[LinearVariant]:

@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <vector>
@@ -34,6 +35,14 @@ struct uint4 {
 };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
+struct uint2 {
+    unsigned x, y;
+};
+struct float4 {
+    float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace emulated {
@@ -48,7 +57,20 @@ struct Warp {
     unsigned char slots[2][32][64];
 };
 
+// What a thread has set going and waits for in groups. It is done as late as it may be: when waited for.
+struct Queue {
+    std::vector<std::function<void()>> open;
+    std::deque<std::vector<std::function<void()>>> groups;
+
+    void commit() { groups.push_back(std::move(open)), open.clear(); }
+    void wait(size_t pending) {
+        for (; groups.size() > pending; groups.pop_front())
+            for (const auto& act : groups.front()) act();
+    }
+};
+
 struct Thread {
+    Queue copies, products;
     ucontext_t context;  // for its start; afterwards jumps, which ask nothing of the kernel
     jmp_buf place;
     std::unique_ptr<char[]> stack;
@@ -215,6 +237,11 @@ inline int __ffs(unsigned value) { return value ? std::countr_zero(value) + 1 : 
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 template <class T>
+void __stcg(T* p, T value) {
+    if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) std::abort();
+    *p = value;
+}
+template <class T>
 T __ldcg(const T* p) {
     if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) std::abort();
     return *p;
@@ -234,8 +261,9 @@ using std::min;
 // The runtime's calls that a launch makes.
 using cudaError_t = int;
 using cudaStream_t = void*;
-constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaDevAttrComputeCapabilityMajor = 75,
-              cudaDevAttrMultiProcessorCount = 16;
+constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidDevice = 101;
+constexpr int cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76;
+constexpr int cudaDevAttrMaxSharedMemoryPerBlockOptin = 97, cudaFuncAttributeMaxDynamicSharedMemorySize = 8;
 constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 6;
 struct cudaLaunchAttribute {
     int id;
@@ -250,16 +278,41 @@ struct cudaLaunchConfig_t {
     cudaLaunchAttribute* attrs;
     int numAttrs;
 };
-inline int cudaGetDevice(int* device) { return *device = 0; }
-inline int cudaDeviceGetAttribute(int* value, int, int) { return *value = 9, 0; }  // sm_90, nine multiprocessors
+namespace emulated {
+// Cards of nine multiprocessors.
+struct Card {
+    int major, block_shared_bytes, processor_shared_bytes;
+};
+constexpr Card cards[] = {{9, 227 * 1024, 228 * 1024}, {12, 99 * 1024, 100 * 1024}};
+inline int card = 0;
+inline size_t last_shared_bytes = 0;
+}  // namespace emulated
+inline int cudaGetDevice(int* device) { return *device = emulated::card, 0; }
+inline int cudaDeviceGetAttribute(int* value, int attribute, int device) {
+    *value = attribute == cudaDevAttrMultiProcessorCount            ? 9
+             : attribute == cudaDevAttrComputeCapabilityMajor       ? emulated::cards[device].major
+             : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulated::cards[device].block_shared_bytes
+                                                                    : 0;
+    return 0;
+}
+template <class Kernel>
+int cudaFuncSetAttribute(Kernel, int, int) {
+    return 0;
+}
+// As shared memory allows, of which a CTA takes another KB; registers are held to allow two.
+template <class Kernel>
+int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, int shared_bytes) {
+    return *blocks = std::min(2, emulated::cards[emulated::card].processor_shared_bytes / (shared_bytes + 1024)), 0;
+}
 inline const char* cudaGetErrorName(int) { return "cudaErrorInvalidValue"; }
-template <class Kernel, class Params>
-int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, const Params& params) {
+template <class Kernel, class... Params>
+int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, const Params&... params) {
     gridDim = config->gridDim, blockDim = config->blockDim;
+    emulated::last_shared_bytes = config->dynamicSmemBytes;
     for (unsigned block = 0; block < gridDim.x * gridDim.y; ++block) {
         blockIdx.x = block % gridDim.x, blockIdx.y = block / gridDim.x;
         emulated::dynamic.assign(config->dynamicSmemBytes / sizeof(uint4) + 1, make_uint4(~0u, ~0u, ~0u, ~0u));  // NaN
-        emulated::body = [&] { kernel(params); };
+        emulated::body = [&] { kernel(params...); };
         emulated::run_cta();
     }
     ++emulated::launches;

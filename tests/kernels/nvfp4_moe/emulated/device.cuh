@@ -35,6 +35,17 @@ inline void mma(float (&c)[4], Word4 a, uint32_t b0, uint32_t b1) {
     }
 }
 
+inline void copy_async(void* shared, const void* global) {
+    if (reinterpret_cast<uintptr_t>(shared) % 16 || reinterpret_cast<uintptr_t>(global) % 16) std::abort();
+    emulated::self().copies.open.push_back([=] { std::memcpy(shared, global, 16); });
+}
+inline void copy_weights_async(void* shared, const void* global) { copy_async(shared, global); }
+inline void commit_copies() { emulated::self().copies.commit(); }
+template <int Pending>
+void wait_for_copies() {
+    emulated::self().copies.wait(Pending);
+}
+
 inline void wait_for_producer() { emulated::wait(); }
 inline void release_dependents() { emulated::release(); }
 inline unsigned arrive(unsigned* counter) { return (*counter)++; }

@@ -30,6 +30,19 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
 }
 
+// The same for weights: what follows within 128 bytes is fetched too.
+__device__ __forceinline__ void copy_weights_async(void* shared, const void* global) {
+    const unsigned address = unsigned(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(address), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most Pending groups of this thread's copies are under way.
+template <int Pending>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
 // Programmatic dependent launch: wait for the kernel before us, or let the one after us start. Nothing before sm_90.
 __device__ __forceinline__ void wait_for_producer() {
 #if __CUDA_ARCH__ >= 900
@@ -54,7 +67,7 @@ __device__ __forceinline__ void keep_here(uint32_t& value) { asm volatile("" : "
 
 // The shared memory that a launch asked for.
 __device__ __forceinline__ void* dynamic_shared() {
-    extern __shared__ uint4 dynamic[];
+    extern __shared__ __align__(128) uint4 dynamic[];
     return dynamic;
 }
 

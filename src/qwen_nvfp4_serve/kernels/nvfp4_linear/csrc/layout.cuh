@@ -124,15 +124,19 @@ NVFP4_HD Word4 permute_activations(Word4 x) {
              byte_permute(x.v[1], x.v[3], 0x5410u), byte_permute(x.v[1], x.v[3], 0x7632u)}};
 }
 
+// One word (8 columns) of one of the lane's rows: weights times 2^-8.
+NVFP4_HD Word4 decode_quarter(uint32_t codes, uint32_t scale, int word) {
+    Word4 a = decode(codes);
+    const uint32_t s = spread(scale, word / 2);
+NVFP4_UNROLL
+    for (int i = 0; i < 4; ++i) a.v[i] = multiply_bf16x2(a.v[i], s);
+    return a;
+}
+
 // The A operand of one word (8 columns) of the lane's 4 rows: weights times 2^-8.
 NVFP4_HD void decode_word(const Word4 (&weights)[4], const uint32_t (&scale)[4], int word, Word4 (&a)[4]) {
 NVFP4_UNROLL
-    for (int q = 0; q < 4; ++q) {
-        a[q] = decode(weights[q].v[word]);
-        const uint32_t s = spread(scale[q], word / 2);
-NVFP4_UNROLL
-        for (int i = 0; i < 4; ++i) a[q].v[i] = multiply_bf16x2(a[q].v[i], s);
-    }
+    for (int q = 0; q < 4; ++q) a[q] = decode_quarter(weights[q].v[word], scale[q], word);
 }
 
 // Registers of one m16n8k16: row half h takes quarters 2h (rows g) and 2h + 1 (rows g + 8); pass p the word's columns

@@ -1,0 +1,11 @@
+// The linear kernels' own source, compiled for a CPU.
+#include <cuda_runtime.h>
+
+#include "linear.cu"
+
+// Whether a CTA's last thread runs first. Results may not depend on it: else a barrier is missing.
+extern "C" void run_last_first(int yes) { emulated::last_first = yes != 0; }
+// The card of the following calls, and what the last launch there asked for.
+extern "C" void choose_card(int card) { emulated::card = card; }
+extern "C" int last_threads() { return int(blockDim.x); }
+extern "C" int last_shared_bytes() { return int(emulated::last_shared_bytes); }
