@@ -60,7 +60,7 @@ NVFP4_LINEAR = KernelLibrary("nvfp4_linear", LINEAR_SOURCES, ("linear.cu", "line
 NVFP4_MOE = KernelLibrary(
     "nvfp4_moe",
     HERE / "nvfp4_moe" / "csrc",
-    ("moe.cu", "moe.h", "plan.cuh"),
+    ("moe.cu", "moe.h", "plan.cuh", "octet.cuh", "experts.cuh", "route.cuh"),
     (LINEAR_SOURCES / "layout.cuh", LINEAR_SOURCES / "device.cuh"),
 )
 BF16_LINEAR = KernelLibrary(
