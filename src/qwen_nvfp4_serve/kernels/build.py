@@ -65,7 +65,7 @@ NVFP4_LINEAR = KernelLibrary(
 NVFP4_MOE = KernelLibrary(
     "nvfp4_moe",
     HERE / "nvfp4_moe" / "csrc",
-    ("moe.cu", "moe.h", "plan.cuh"),
+    ("moe.cu", "moe.h", "plan.cuh", "octet.cuh", "experts.cuh", "route.cuh"),
     (LINEAR_SOURCES / "layout.cuh", LINEAR_SOURCES / "device.cuh"),
 )
 BF16_LINEAR = KernelLibrary(

@@ -23,15 +23,17 @@ MAX_ISSUE_SHARE = 0.30
 LANE_WEIGHTS_PER_MMA = 8  # 16 MMAs multiply a lane's 128 weights
 # Threads of a CTA, CTAs that a multiprocessor is meant to hold, MMAs of one tile of tokens.
 MEANT = {
-    "gate_up_kernelILi4ELb1": (128, 5, 32),
-    "gate_up_kernelILi4ELb0": (128, 5, 32),
-    "gate_up_kernelILi8ELb1": (256, 2, 32),
-    "gate_up_kernelILi8ELb0": (256, 2, 32),
+    "gate_up_single_kernelILi4": (128, 5, 32),
+    "gate_up_several_kernelILi4": (128, 5, 32),
+    "gate_up_single_kernelILi8": (256, 2, 32),
+    "gate_up_several_kernelILi8": (256, 2, 32),
     "down_kernelILb1": (288, 2, 16),
     "down_kernelILb0": (512, 1, 32),
 }
-BLOCKS_BEFORE_90 = {"gate_up_kernelILi4ELb0": 4}  # it takes more registers there
-# Most dynamic shared memory: 32 tokens of 16 experts (csrc/moe.cu, DownMemory).
+BLOCKS_BEFORE_90 = {"gate_up_several_kernelILi4": 4}  # it takes more registers there
+# Threads and CTAs. A CTA waits for the others: there has to be room for two (csrc/route.cuh).
+ROUTERS = {"route_kernelILb1": (256, 3), "route_kernelILb0": (256, 2)}
+# Most dynamic shared memory: 32 tokens of 16 experts (csrc/experts.cuh, DownMemory).
 MOST_DYNAMIC_BYTES = {"down_kernelILb1": 1024, "down_kernelILb0": (5 * 512 + 32 + 544 * 16) * 4}
 
 
@@ -64,14 +66,14 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def test_compiled_kernels_do_not_spill(compiled: Compiled) -> None:
-    assert len(compiled.kernels) == len(MEANT) + 2  # and the router's two
+    assert len(compiled.kernels) == len(MEANT) + len(ROUTERS) + 1  # and the election alone
     assert {kernel.name: kernel.spill_bytes for kernel in compiled.kernels if kernel.spill_bytes} == {}
 
 
 def test_compiled_kernels_fit_as_often_as_they_are_meant_to(
     compiled: Compiled, record_property: pytest.RecordProperty
 ) -> None:
-    for part, (threads, blocks, _) in MEANT.items():
+    for part, (threads, blocks, *_) in {**MEANT, **ROUTERS}.items():
         kernel = compiled.named(part)
         if int(compiled.card.rstrip("a")) < 90:
             blocks = BLOCKS_BEFORE_90.get(part, blocks)  # noqa: PLW2901
@@ -99,6 +101,11 @@ def test_compiled_code_holds_the_instructions_meant(compiled: Compiled, record_p
         per_weight = len(span) / (products * LANE_WEIGHTS_PER_MMA)
         record_property(f"instructions per weight, {part}", round(per_weight, 2))
         assert per_weight / LANE_SLOTS_PER_WEIGHT <= MAX_ISSUE_SHARE
+    for part in ROUTERS:
+        text = "\n".join(functions[compiled.named(part).name].instructions)
+        assert re.search(r"LDG\.E\.128\.STRONG\.GPU", text), "logits are read where other CTAs' are seen"
+        assert re.search(r"STG\.E\.STRONG\.GPU", text), "and written there"
+        assert not re.search(r"^(RED|ATOM|ATOMG|MEMBAR|CCTL)\b", text, re.MULTILINE), "no count, no fence"
     if compiled.binary.stem.split("-")[1].startswith(("9", "1")):
         for name, function in functions.items():
             text = "\n".join(function.instructions)

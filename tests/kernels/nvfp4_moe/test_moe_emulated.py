@@ -33,15 +33,15 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def emulator(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
     """The same, with the launches going there."""
-    counter = torch.zeros(1, dtype=torch.int32)
+    slots = launch.empty_slots(library, "cpu")
 
     def enqueue(function: str, call: ctypes.Structure, device: torch.device) -> int:
         result: int = getattr(library, function)(ctypes.byref(call), None)
-        assert counter.item() == 0, "the router's counter is left as it was found"
+        assert (slots == launch.EMPTY_SLOT).all(), "the router's slots are left as they were found"
         return result
 
     monkeypatch.setattr(launch, "_enqueue", enqueue)
-    monkeypatch.setattr(launch, "_counter", lambda _: counter)
+    monkeypatch.setattr(launch, "_slots_of", lambda _: slots)
     return library
 
 
@@ -160,6 +160,15 @@ def test_block_a_token_of_nans_leaves_the_others_alone(emulator: ctypes.CDLL) ->
     assert torch.equal(y[kept], whole(block, x)[kept])
 
 
+def test_block_the_same_slots_serve_calls_of_any_size(emulator: ctypes.CDLL) -> None:
+    dims = MoeDims(hidden=128, intermediate=64, experts=24, top_k=3, shared_intermediate=64)
+    block, x = check.random_block(dims, device="cpu"), activations(32, 128)
+    together = whole(block, x)
+    for m in (1, 32, 9, 1, 2, 17):
+        first = 32 - m  # so that a token's slots have had another's logits
+        assert torch.equal(whole(block, x[first:]), together[first:])
+
+
 @pytest.mark.parametrize("m", [1, 5])
 def test_block_threads_in_another_order_give_the_same(emulator: ctypes.CDLL, m: int) -> None:
     block = check.random_block(
@@ -216,11 +225,11 @@ def test_experts_see_nothing_of_the_launch_ahead_before_they_wait_for_it(emulato
 def test_router_sees_nothing_of_the_launch_ahead_before_it_waits_for_it(emulator: ctypes.CDLL) -> None:
     block = check.random_block(EMBEDDED, device="cpu")
     x = activations(3, 256).contiguous()
-    logits = torch.full((3, 16), float("nan")).bfloat16()
+    logits, slots = torch.full((3, 16), float("nan")).bfloat16(), launch._slots_of(x.device)
     free = launch.route(x, block.router, 4, True, block.shared_gate)
     rules = Rules(emulator)
     rules.add(0, True, x)
-    rules.add(0, False, logits)
+    rules.add(0, False, logits, slots)  # the launch ahead may be a router's too
     choice = launch.route(x, block.router, 4, True, block.shared_gate, logits=logits)
     assert emulator.broken_rules() == 0
     assert torch.equal(choice.ids, free.ids)

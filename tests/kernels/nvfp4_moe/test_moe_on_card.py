@@ -124,15 +124,45 @@ def test_block_a_token_of_nans_leaves_the_others_alone(block: Block) -> None:
     assert torch.equal(whole(block, broken)[kept], whole(block, x)[kept])
 
 
-def test_block_repeats_bit_for_bit_and_leaves_its_counter_at_zero(block: Block) -> None:
+def slots_are_empty() -> bool:
+    torch.cuda.synchronize()
+    return all(bool((slots == launch.EMPTY_SLOT).all()) for slots in launch._slots.values())
+
+
+def test_block_repeats_bit_for_bit_and_leaves_its_slots_empty(block: Block) -> None:
     for m in (1, 8, 32):
         x = activations(block, m)
         first = whole(block, x)
         assert all(torch.equal(whole(block, x), first) for _ in range(20))
-    assert all(int(counter) == 0 for counter in launch._arrived.values())
+    assert slots_are_empty()
 
 
-@pytest.mark.parametrize("m", [1, 5, 16])
+def test_block_every_m_in_turn_elects_by_no_others_logits(block: Block) -> None:
+    x = activations(block, 32)
+    together = whole(block, x)
+    # The last m of them, so that a token's slots have had another's logits; none waits for the one before.
+    results = [(m, whole(block, x[32 - m :])) for _ in range(3) for m in (*range(1, 33), *range(31, 1, -3))]
+    assert [m for m, y in results if not torch.equal(y, together[32 - m :])] == []
+    assert slots_are_empty()
+
+
+def test_block_on_several_streams_at_once_gives_the_same(block: Block) -> None:
+    streams = {m: torch.cuda.Stream() for m in (1, 2, 5, 9, 16, 32)}
+    given = {m: [activations(block, m, 100 * seed) for seed in range(4)] for m in streams}
+    alone = {m: [whole(block, x) for x in xs] for m, xs in given.items()}
+    torch.cuda.synchronize()
+    results: dict[int, list[torch.Tensor]] = {m: [] for m in streams}
+    for turn in range(40):
+        for m, stream in streams.items():
+            with torch.cuda.stream(stream):
+                results[m].append(whole(block, given[m][turn % 4]))
+    torch.cuda.synchronize()
+    for m, ys in results.items():
+        assert all(torch.equal(y, alone[m][turn % 4]) for turn, y in enumerate(ys)), m
+    assert slots_are_empty()
+
+
+@pytest.mark.parametrize("m", [1, 5, 16, 32])
 def test_block_in_a_graph_equals_the_block_outside(block: Block, m: int) -> None:
     x, stream = activations(block, m), torch.cuda.Stream()
     others = [activations(block, m, seed) for seed in range(1, 4)]
@@ -145,12 +175,14 @@ def test_block_in_a_graph_equals_the_block_outside(block: Block, m: int) -> None
             # Twice over: the second block starts while the first one ends.
             y = whole(block, given)
             after = whole(block, y)
-        for i, values in enumerate((x, *others)):
-            given.copy_(values)
+        twice = [whole(block, result) for result in eager]
+        for turn in range(12):
+            given.copy_((x, *others)[turn % 4])
             graph.replay()
             torch.cuda.synchronize()
-            assert torch.equal(y, eager[i])
-            assert torch.equal(after, whole(block, eager[i]))
+            assert torch.equal(y, eager[turn % 4])
+            assert torch.equal(after, twice[turn % 4])
+    assert slots_are_empty()
 
 
 def test_experts_started_early_or_not_give_the_same(block: Block) -> None:
@@ -178,11 +210,11 @@ def test_block_noncontiguous_activations_are_taken(small: Block) -> None:
 
 
 def test_block_captured_before_its_first_call_is_refused(small: Block, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_arrived", {})
+    monkeypatch.setattr(launch, "_slots", {})
     x, stream = activations(small, 1), torch.cuda.Stream()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(UsageError, match="counter"), torch.cuda.graph(graph, stream=stream):
+    with pytest.raises(UsageError, match="slots"), torch.cuda.graph(graph, stream=stream):
         whole(small, x)
 
 

@@ -39,7 +39,7 @@ class RouteCall(ctypes.Structure):
     _fields_ = (
         *(
             (name, ctypes.c_void_p)
-            for name in ("x", "router", "shared_gate", "logits", "ids", "weights", "shared_share", "arrived")
+            for name in ("x", "router", "shared_gate", "logits", "ids", "weights", "shared_share", "slots")
         ),
         ("x_stride", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("m", "hidden", "experts", "top_k", "renormalize", "dependent")),
@@ -54,7 +54,12 @@ def library() -> ctypes.CDLL:
     loaded.nvfp4_moe_error_name.restype = ctypes.c_char_p
     loaded.nvfp4_moe_experts.argtypes = (ctypes.POINTER(MoeCall), pointer)
     loaded.nvfp4_moe_route.argtypes = (ctypes.POINTER(RouteCall), pointer)
-    for function in (loaded.nvfp4_moe_experts, loaded.nvfp4_moe_route, loaded.nvfp4_moe_tokens):
+    for function in (
+        loaded.nvfp4_moe_experts,
+        loaded.nvfp4_moe_route,
+        loaded.nvfp4_moe_tokens,
+        loaded.nvfp4_moe_slots,
+    ):
         function.restype = int32
     ours = (ctypes.sizeof(MoeCall), ctypes.sizeof(RouteCall))
     if (loaded.nvfp4_moe_call_bytes(), loaded.nvfp4_route_call_bytes()) != ours:

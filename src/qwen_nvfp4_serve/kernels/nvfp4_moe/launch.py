@@ -11,8 +11,10 @@ from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.kernels.nvfp4_moe import binding
 from qwen_nvfp4_serve.kernels.nvfp4_moe.weights import ExpertWeights, MoeDims
 
-# The router's count of CTAs that are done, one per device and stream. Calls on one stream follow each other.
-_arrived: dict[tuple[int, int], torch.Tensor] = {}
+EMPTY_SLOT = -1  # csrc/route.cuh
+
+# Where the router's logits meet, per device and stream: calls on one stream follow each other. Left empty by each.
+_slots: dict[tuple[int, int], torch.Tensor] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class Choice:
 def workspace_bytes(dims: MoeDims, tokens: int) -> int:
     """Bytes that `moe_block` takes from torch's allocator during a call of `tokens` tokens, its result aside."""
     intermediates = dims.top_k * dims.intermediate + (dims.shared_intermediate or 0)
-    return tokens * (2 * intermediates + 2 * dims.experts + 8 * dims.top_k + 4)
+    return tokens * (2 * intermediates + 8 * dims.top_k + 4)
 
 
 def intermediate_buffer(
@@ -91,17 +93,15 @@ def route(
     logits: torch.Tensor | None = None,
     dependent: bool = True,
 ) -> Choice:
-    """The election for x. logits: bf16 [M, E], filled with the router's product; memory of this call by default."""
-    shape = (x.shape[0], router.shape[0])
-    logits = torch.empty(shape, dtype=torch.bfloat16, device=x.device) if logits is None else logits
+    """The election for x. logits: bf16 [M, E], filled with the router's product if given."""
     choice = _choice(x, top_k, with_share=shared_gate is not None)
     call = binding.RouteCall(
         x=x.data_ptr(),
         router=router.data_ptr(),
         shared_gate=None if shared_gate is None else shared_gate.data_ptr(),
-        logits=logits.data_ptr(),
+        logits=None if logits is None else logits.data_ptr(),
         shared_share=None if choice.shared_share is None else choice.shared_share.data_ptr(),
-        arrived=_counter(x.device).data_ptr(),
+        slots=_slots_of(x.device).data_ptr(),
         x_stride=x.stride(0),
         hidden=x.shape[1],
         dependent=int(dependent),
@@ -170,15 +170,20 @@ def _experts(weights: ExpertWeights) -> binding.Experts:
     return binding.Experts(*pointers, weights.experts, weights.intermediate)
 
 
-def _counter(device: torch.device) -> torch.Tensor:
+def empty_slots(library: ctypes.CDLL, device: torch.device | str) -> torch.Tensor:
+    """Slots as the router finds and leaves them."""
+    return torch.full((library.nvfp4_moe_slots(),), EMPTY_SLOT, dtype=torch.int32, device=device)
+
+
+def _slots_of(device: torch.device) -> torch.Tensor:
     key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _arrived:
-        # Memory first allocated inside a capture belongs to that graph, and its zeroing would be part of it.
+    if key not in _slots:
+        # Memory first allocated inside a capture belongs to that graph, and its filling would be part of it.
         if torch.cuda.is_current_stream_capturing():
             raise UsageError(
-                "the router's counter",
+                "the router's slots",
                 seen="not there when a CUDA graph capture began",
                 do="Run the block once on the capture's stream before capturing.",
             )
-        _arrived[key] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _arrived[key]
+        _slots[key] = empty_slots(binding.library(), device)
+    return _slots[key]

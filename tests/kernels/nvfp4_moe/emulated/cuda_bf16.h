@@ -6,6 +6,7 @@
 struct __nv_bfloat16 {
     uint16_t bits;
 };
+inline uint16_t __bfloat16_as_ushort(__nv_bfloat16 value) { return value.bits; }
 inline __nv_bfloat16 __float2bfloat16_rn(float value) {
     const uint32_t wide = std::bit_cast<uint32_t>(value);
     if (value != value) return {0x7fff};

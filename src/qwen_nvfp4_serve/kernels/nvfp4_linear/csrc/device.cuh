@@ -55,6 +55,18 @@ __device__ __forceinline__ void release_dependents() {
 #endif
 }
 
+// Words that other CTAs of this launch may be writing. Neighbours may come in any order, so each has to tell by itself whether
+// it has been written.
+__device__ __forceinline__ Word4 read_words(const uint32_t* p) {
+    Word4 w;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.v[0]), "=r"(w.v[1]), "=r"(w.v[2]), "=r"(w.v[3]) : "l"(p) : "memory");
+    return w;
+}
+__device__ __forceinline__ void write_word(uint32_t* p, uint32_t value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+
 // Adds one to a counter; what this thread and those it has met at a barrier wrote before is seen by who reads the sum.
 __device__ __forceinline__ unsigned arrive(unsigned* counter) {
     unsigned before;

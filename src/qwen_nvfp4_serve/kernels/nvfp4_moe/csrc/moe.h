@@ -37,11 +37,11 @@ struct Nvfp4RouteCall {
     const void* x;            // bf16 [m, hidden], row stride x_stride elements; null: logits are given
     const void* router;       // bf16 [experts, hidden]
     const void* shared_gate;  // bf16 [hidden] or null
-    void* logits;             // bf16 [m, experts]
+    void* logits;             // bf16 [m, experts]; written if x is given, may be null then
     void* ids;                // int32 [m, top_k]
     void* weights;            // float32 [m, top_k]
     void* shared_share;       // float32 [m], written if shared_gate
-    void* arrived;            // one uint32, zero before first use, one call at a time
+    void* slots;              // uint32, nvfp4_moe_slots() of them, all bits set before first use, one call at a time
     int64_t x_stride;
     int32_t m, hidden, experts, top_k, renormalize;
     int32_t dependent;
@@ -50,6 +50,7 @@ struct Nvfp4RouteCall {
 int32_t nvfp4_moe_call_bytes(void);    // sizeof(Nvfp4MoeCall) and of
 int32_t nvfp4_route_call_bytes(void);  // Nvfp4RouteCall, to check a caller's own declarations
 int32_t nvfp4_moe_tokens(void);        // the most that a call takes
+int32_t nvfp4_moe_slots(void);
 const char* nvfp4_moe_error_name(int32_t error);
 int32_t nvfp4_moe_route(const struct Nvfp4RouteCall* call, void* stream);
 int32_t nvfp4_moe_experts(const struct Nvfp4MoeCall* call, void* stream);
