@@ -237,11 +237,6 @@ inline int __ffs(unsigned value) { return value ? std::countr_zero(value) + 1 : 
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline unsigned __float_as_uint(float value) { return std::bit_cast<unsigned>(value); }
 template <class T>
-void __stcg(T* p, T value) {
-    if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) std::abort();
-    *p = value;
-}
-template <class T>
 T __ldcg(const T* p) {
     if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) std::abort();
     return *p;
