@@ -44,6 +44,12 @@ def test_build_launch_hub_model_is_served_under_alias_and_full_id_at_its_revisio
     assert value_of(argv, "--revision") == "f" * 40
 
 
+@pytest.mark.parametrize(("settings", "name"), [({}, "a"), ({"SERVED_MODEL_NAME": "mine"}, "mine")])
+def test_build_launch_asks_for_the_name_that_it_serves(settings: dict[str, str], name: str) -> None:
+    made = launch(GPU, HUB, **settings)
+    assert made.model_id == name == value_of(made.argv, "--served-model-name")
+
+
 def test_build_launch_knobs_reach_the_command() -> None:
     argv = launch(
         GPU, HUB, PORT="9000", KV_CACHE_DTYPE="bfloat16", PREFIX_CACHING="0", VISION="1", TENSOR_PARALLEL="2",

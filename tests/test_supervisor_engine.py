@@ -20,6 +20,14 @@ from qwen_nvfp4_serve.stages import Stage
 from qwen_nvfp4_serve.supervisor import EXIT_FAILED, EXIT_STOPPED, Supervisor
 
 Rows = list[tuple[Stage, str]]
+
+
+@pytest.fixture
+def short_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These children know nothing of draining: what they are given for it would only be waited for."""
+    monkeypatch.setattr(module, "DRAIN_MARGIN_S", 0.2)
+
+
 # A child with an engine process below it, under the name that vLLM gives its own.
 ENGINE = """
     import os, subprocess, sys, time
@@ -85,6 +93,7 @@ def test_run_engine_that_dies_ends_the_server_although_its_parent_lives(monkeypa
     assert not psutil.Process().children(recursive=True)
 
 
+@pytest.mark.usefixtures("short_drain")
 def test_run_engine_of_a_server_that_is_being_stopped_is_no_failure() -> None:
     made, rows = supervised(ENGINE, shutdown_timeout_s=0.1, probe=has_engine)
     once_ready(rows, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -112,6 +121,7 @@ def test_run_server_that_stands_still_too_long_is_ended_as_a_failure(monkeypatch
     assert not psutil.Process().children(recursive=True)
 
 
+@pytest.mark.usefixtures("short_drain")
 def test_run_server_that_beats_now_and_then_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PULSE_S", 0.05)
     seen: list[bool] = []
@@ -128,6 +138,7 @@ def stop_after(seen: list[bool], looks: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.usefixtures("short_drain")
 def test_run_one_look_that_took_long_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container that was frozen, or a host that slept: the clock ran on, the server was not asked."""
     monkeypatch.setattr(module, "PULSE_S", 0.05)

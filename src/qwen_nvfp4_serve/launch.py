@@ -141,15 +141,21 @@ def build_launch(
         argv=(*argv, *extra),
         environment=environment,
         url=f"http://{_client_host(settings.bind_host)}:{settings.port}/v1",
-        model_id=model.ids[0],
+        model_id=_names(settings, model)[0],
         notices=tuple(notices),
     )
 
 
+def _names(settings: Settings, model: Model) -> list[str]:
+    """What clients may call the model, and what readiness asks for: the first."""
+    return [settings.served_model_name] if settings.served_model_name else list(model.ids)
+
+
 def _identity(settings: Settings, model: Model) -> list[str]:
-    names = [settings.served_model_name] if settings.served_model_name else list(model.ids)
     revision = settings.revision or model.revision
-    return ["--served-model-name", *names] + (["--revision", revision] if revision and not model.local else [])
+    return ["--served-model-name", *_names(settings, model)] + (
+        ["--revision", revision] if revision and not model.local else []
+    )
 
 
 def _network(settings: Settings, host: Host) -> list[str]:

@@ -92,8 +92,9 @@ def test_known_answers_with_drafts_are_exact_and_drafts_are_taken(tmp_path: Path
         {"KV_CACHE_DTYPE": "bfloat16"},
         {"PREFIX_CACHING": "0", "MAX_NUM_BATCHED_TOKENS": str(CHUNK)},
         {"ENFORCE_EAGER": "0"},
+        {"CPU_ACTIVATIONS": "w4a4"},
     ],
-    ids=["dense", "BF16 cache", "no prefix caching", "compiled"],
+    ids=["dense", "BF16 cache", "no prefix caching", "compiled", "W4A4"],
 )
 def test_known_answers_under_other_settings_are_exact(tmp_path: Path, env: dict[str, str]) -> None:
     answers = read_answers(Path(env.get("MODEL", EMBEDDED)))
