@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from tests.http_stand_in import running
+from tests.hub_stand_in import REPO, serve
 
-from qwen_nvfp4_serve.doctor import CHECKS, Facts, diagnose, facts_from
+from qwen_nvfp4_serve.doctor import CHECKS, Facts, diagnose, facts_from, hub_probe
 from qwen_nvfp4_serve.doctor import probes as host_probes
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.preflight import claimed_port
@@ -227,9 +228,16 @@ def test_every_check_survives_every_single_fact() -> None:
 
 def gathered(cache: Path, **values: Any) -> Facts:
     """Facts of this machine, for a cache folder that is not there yet."""
-    asked: dict[str, Any] = {"env_text": None, "model": None, "tensor_parallel": 1, "port": 1, "has_token": False}
+    asked: dict[str, Any] = {
+        "env_text": None,
+        "model": None,
+        "tensor_parallel": 1,
+        "port": 1,
+        "token": None,
+        "offline": False,
+    }
     asked |= {"env_fault": None, "served_names": ("embedded",), "api_key": "secret"}
-    return host_probes.gather(cache=cache, environ={}, **asked | values)
+    return host_probes.gather(cache=cache, **{"environ": {}} | asked | values)
 
 
 def test_gather_this_machine_finds_memory_cache_and_user(tmp_path: Path) -> None:
@@ -309,6 +317,34 @@ def test_probe_port_with_a_server_in_a_container_is_known_by_its_model(
         found = host_probes.probe_port(server.server_port, ("embedded",), "secret")
     assert found["port_own"] is own
     assert keys == ["Bearer secret"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "token", "status"),
+    [(None, None, 200), (None, "hf_right", 200), (403, "hf_right", 403), (401, None, 401)],
+)
+def test_gather_asks_the_hub_once_for_a_model_that_is_not_here(
+    tmp_path: Path, answer: int | None, token: str | None, status: int
+) -> None:
+    with serve({"config.json": b"{}"}) as hub:
+        hub.status, hub.token = answer, token
+        environ = {"HF_ENDPOINT": hub.url}
+        facts = gathered(tmp_path, model=REPO, token=token, environ=environ)
+        assert (facts.hf_status, facts.hf_token) == (status, token is not None)
+        assert [(method, path) for method, path, _ in hub.log] == [("HEAD", f"/{REPO}/resolve/main/config.json")]
+        hub.log.clear()
+        for values in ({"model": "embedded"}, {"model": None}, {"offline": True}):
+            assert gathered(tmp_path, **{"model": REPO, "environ": environ} | values).hf_status is None
+        (tmp_path / "models--someone--model").mkdir()
+        assert gathered(tmp_path, model=REPO, environ=environ).hf_status is None
+        assert hub.log == []
+
+
+def test_probe_hub_without_an_answer_is_given_up_in_time(port: int, tmp_path: Path) -> None:
+    before = time.monotonic()
+    assert hub_probe.probe_hub(REPO, None, tmp_path, {"HF_ENDPOINT": f"http://127.0.0.1:{port}"}) == {}
+    assert time.monotonic() - before < 5 * hub_probe.ANSWER_S
+    assert hub_probe.probe_hub(REPO, None, tmp_path, {"HF_ENDPOINT": "file:///etc"}) == {}
 
 
 def test_gather_probe_that_raises_leaves_the_fact_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

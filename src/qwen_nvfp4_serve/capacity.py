@@ -51,7 +51,9 @@ def tightest_card(settings: Settings, gpus: Sequence[Gpu]) -> Gpu:
 def _with_shared_memory(gpu: Gpu) -> Gpu:
     """The card; of one whose memory is the host's, free is what the host could give: page cache is given back."""
     card = match_gpu(gpu.name)
-    return replace(gpu, free_bytes=free_memory_bytes()) if card is not None and card.unified_memory else gpu
+    if card is None or not card.unified_memory:
+        return gpu
+    return replace(gpu, free_bytes=min(free_memory_bytes(), card.usable_bytes))
 
 
 def plan_capacity(settings: Settings, model: PlanModel | None, gpu: Gpu | None, *, extra_bytes: int = 0) -> Capacity:

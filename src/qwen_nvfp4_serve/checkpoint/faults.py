@@ -39,7 +39,7 @@ DO = {
     "unknown-algorithm": "Choose a checkpoint quantized with FP8, NVFP4, W4A16_NVFP4 or MIXED_PRECISION.",
     "slow-pattern": "Write it without repetitions inside repetitions, or choose another export.",
     "fused-split": "Add the missing names to the ignore list, or take the others out: vLLM runs these matrices as one.",
-    "ignored-but-packed": "Take the module off the ignore list, or choose an export that is consistent.",
+    "ignored-but-packed": "Take it off the ignore list or name it among the targets, or choose a consistent export.",
     "quantized-but-plain": "Add the module to the ignore list, or choose an export that is consistent.",
     "scheme-differs": "Correct the module's entry in the quantization config, or choose another export.",
     "nvfp4-in-name-only": "Choose an export with packed weights: this one is as large as the BF16 original.",

@@ -118,13 +118,14 @@ def read_modelopt(config: Mapping[str, object], *, text_only: bool) -> ModelOpt:
     keys = ("exclude_modules",) if nested else ("ignore", "exclude_modules")
     exclude = next((name_list(body[key], key) for key in keys if key in body), [])
     declares = bool(body.get("kv_cache_quant_algo")) if nested else bool(body.get("kv_cache_scheme"))
-    by_name = {mapped(name, text_only=text_only): _algorithm(name, entry) for name, entry in layers.items()}
+    algorithms = {name: _algorithm(name, entry) for name, entry in layers.items()}  # 30,000 of a large model
+    by_name = {mapped(name, text_only=text_only): found for name, found in algorithms.items()}
     return ModelOpt(
         algorithm=algorithm,
         exclude=frozenset(mapped(name, text_only=text_only) for entry in exclude for name in _without_star(entry)),
         layers=by_name,
         below=_first_below(by_name),
-        unknown=tuple(name for name, entry in layers.items() if _algorithm(name, entry) not in ALGORITHMS),
+        unknown=tuple(name for name, found in algorithms.items() if found not in ALGORITHMS),
         declares_kv_scales=declares,
         text_only=text_only,
     )

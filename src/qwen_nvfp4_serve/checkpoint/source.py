@@ -18,7 +18,7 @@ from qwen_nvfp4_serve.errors import UsageError
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_JSON_BYTES = 200_000_000
-NEAR_BYTES = 4096  # read around a scalar: a page costs what 8 bytes do
+NEAR_BYTES = 256  # read around a scalar: dozens lie there where a writer puts them together, and it costs what 8 do
 
 
 @contextmanager

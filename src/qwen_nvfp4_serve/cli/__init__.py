@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import typer
-from rich.console import Console
 
 from qwen_nvfp4_serve import __version__
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
@@ -74,6 +73,8 @@ def main() -> None:
 
 
 def _fail(error: QwenNvfp4Error) -> NoReturn:
+    from rich.console import Console
+
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {_escape(str(error))}")
     sys.exit(error.exit_code)
 

@@ -79,9 +79,17 @@ def _gather(named: Path | None) -> Facts:
         served_names={settings.served_model_name or "", *MODEL_NAMES},
         api_key=settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None,
         cache=hub_folder(settings.hf_home),
-        has_token=settings.hf_token is not None or (home / "token").is_file(),
+        token=settings.hf_token.get_secret_value() if settings.hf_token else _saved_token(home),
+        offline=settings.hf_hub_offline,
         environ=os.environ,
     )
+
+
+def _saved_token(home: Path) -> str | None:
+    """The token that `hf auth login` left, which the download will use."""
+    with suppress(OSError, ValueError):
+        return (home / "token").read_text().strip() or None
+    return None
 
 
 def _as_json(diagnosis: Diagnosis) -> dict[str, object]:

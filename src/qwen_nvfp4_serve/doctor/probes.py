@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from qwen_nvfp4_serve.doctor.facts import Facts
+from qwen_nvfp4_serve.doctor.hub_probe import probe_hub
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.host import claim_name, detect_gpus, run_probe
-from qwen_nvfp4_serve.models import find_model
+from qwen_nvfp4_serve.models import DEFAULT_ON_CARD, DEFAULT_WITHOUT_CARD, find_model
 from qwen_nvfp4_serve.units import GIB, MIB
 
 Values = dict[str, Any]
@@ -36,12 +37,14 @@ def gather(
     served_names: Collection[str],
     api_key: str | None,
     cache: Path,
-    has_token: bool,
+    token: str | None,
+    offline: bool,
     environ: Mapping[str, str],
 ) -> Facts:
     """Facts about this host, with what the settings say of it.
 
-    served_names, api_key: model ids of our servers, and the key that one may ask for.
+    served_names, api_key: model ids of our servers, and the key that one may ask for. token: the hub's.
+    offline: the hub is not to be asked.
     cache: the hub cache folder, which need not exist. environ: for variables of other programs (CUDA, nvcc, vLLM).
     """
     given: Values = {
@@ -49,7 +52,7 @@ def gather(
         "env_fault": env_fault,
         "model": model,
         "tensor_parallel": tensor_parallel,
-        "hf_token": has_token,
+        "hf_token": token is not None,
     }
     jobs = environ.get("MAX_JOBS", "").strip()
     given |= {"max_jobs": int(jobs) if jobs.isdigit() else None, "port": port, "cpu_count": os.cpu_count()}
@@ -64,11 +67,17 @@ def gather(
         probe_packages,
         probe_kernels,
         lambda: probe_compile_cache(environ),
+        lambda: {} if offline else probe_hub(model or _default_model(), token, cache, environ),
     )
     with ThreadPoolExecutor(len(probes)) as pool:
         for found in pool.map(_guarded, probes):
             given |= found
     return Facts(**given)
+
+
+def _default_model() -> str:
+    """What `serve` takes without MODEL, judged quickly: by whether there is a driver."""
+    return DEFAULT_ON_CARD if shutil.which("nvidia-smi") else DEFAULT_WITHOUT_CARD
 
 
 def _guarded(probe: Callable[[], Values]) -> Values:
