@@ -122,7 +122,7 @@ class Dequantized(_Library):
 
     name = "qwen-dequantized"
     max_tokens: int | None = None
-    rounds_before_bias = True
+    rounds_before_bias = True  # allowed; `launch.large_m` rounds once, which no card has been seen to do
 
     def fill(self, x: torch.Tensor, weight: LinearWeight, y: torch.Tensor, bias: torch.Tensor | None) -> None:
         """A few launches for each stretch of rows."""
