@@ -71,12 +71,13 @@ def _apply() -> None:
 
     assert bf16.op is not None  # its import is what registers the op
 
-    gemm = admitted_gemm(utils.default_unquantized_gemm)
+    gemm, free = admitted_gemm(utils.default_unquantized_gemm), gpu_nvfp4_linear.unsupported() is None
 
     def with_ours(original: Any) -> Any:
         def dispatch_unquantized_gemm(linear_backend: str = "auto") -> Any:
             found = original(linear_backend)
-            if found is not utils.default_unquantized_gemm or gpu_nvfp4_linear.unsupported():
+            # Asked again in every step, for the head and the routers: nothing slow belongs here.
+            if found is not utils.default_unquantized_gemm or not free:
                 return found  # another platform's, or what vLLM was told to take
             if _building():
                 follow_admission()

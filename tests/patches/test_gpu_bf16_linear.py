@@ -62,9 +62,18 @@ def test_choice_that_vllm_was_told_is_left_alone(card: Any) -> None:
 
 
 def test_machine_that_our_kernels_cannot_run_on_is_left_alone(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu_bf16_linear._apply()
     monkeypatch.setattr(gpu_nvfp4_linear, "unsupported", lambda: "no card")
+    gpu_bf16_linear._apply()
     assert card.dispatch_unquantized_gemm() is card.default_unquantized_gemm
+
+
+def test_answer_is_given_again_and_again_without_looking_for_libraries(
+    card: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu_bf16_linear._apply()
+    monkeypatch.setattr(gpu_nvfp4_linear, "unsupported", lambda: pytest.fail("looked again"))
+    first = card.dispatch_unquantized_gemm()
+    assert card.dispatch_unquantized_gemm() is first is not card.default_unquantized_gemm
 
 
 @pytest.mark.parametrize(("dtype", "ours"), [(torch.bfloat16, True), (torch.float32, False), (torch.float16, False)])
