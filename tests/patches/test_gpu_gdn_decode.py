@@ -152,7 +152,7 @@ def test_layer_that_is_first_met_in_a_capture_is_left_to_vllm(card: Card) -> Non
 
 
 def test_more_tokens_than_a_layer_counts_are_left_to_vllm(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_gdn_decode, "COUNTED_TOKENS", 2)
+    monkeypatch.setattr(gpu_gdn_decode, "MOST_TOKENS", 2)
     card.step(random_step(FORM, (1, 2, 3)))
     card.step(random_step(FORM, (1, 2)))
     assert (len(card.stock), len(card.ours)) == (1, 1)

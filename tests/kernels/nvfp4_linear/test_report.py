@@ -11,6 +11,7 @@ from qwen_nvfp4_serve.kernels.nvfp4_linear import report
 from qwen_nvfp4_serve.kernels.nvfp4_linear.shapes import SHAPES
 
 ROOT = Path(__file__).parents[3]
+LAYERS = {"27b/gate_up": 64, "27b/down": 64, "27b/attn_qkv": 16, "27b/attn_o": 16}  # of the 27B, in NVFP4
 RESULT = json.loads((ROOT / "docs/results/linear-h200.json").read_text())
 
 
@@ -31,13 +32,24 @@ def test_result_was_correct_everywhere() -> None:
 
 
 def test_tiled_gemm_has_a_table_where_it_was_timed() -> None:
-    rows = [dict(row, tiled_us=row["ours_us"] / 2) if row["M"] == 64 else row for row in RESULT["rows"]]
+    plain = [{name: value for name, value in row.items() if name != "tiled_us"} for row in RESULT["rows"]]
+    rows = [dict(row, tiled_us=row["ours_us"] / 2) if row["M"] == 64 else row for row in plain]
     result = {**RESULT, "rows": rows, "tiled_checked": {"27b/down": {"17": 0.5, "64": 0.75}}}
     text = report.tables(result)
     assert "at most 0.750 of the error allowed" in text
     first = next(row for row in rows if row["M"] == 64)
     assert f"| {first['shape']} |  |  |  | {first['tiled_us']:.1f} (2.00) |  |  |  |  |" in text
     assert f"{first['tiled_us']:.1f}t ({first['marlin_us'] / first['tiled_us']:.2f})" in text
+
+
+def test_documentation_says_what_the_measured_gain_predicts_for_an_engine() -> None:
+    """Amdahl's figure beside what the engine gave, for one and for eight streams."""
+    text = (ROOT / "docs/kernels.md").read_text()
+    for streams in (1, 8):
+        rates = [RESULT["engine"][label]["decode"][str(streams)] for label in ("stock", "ours")]
+        step_us = streams / rates[0] * 1e6
+        predicted = step_us / (step_us - report.saved_us(RESULT, LAYERS, streams))
+        assert f"| {streams} | {rates[0]:.1f} | {rates[1]:.1f} | {rates[1] / rates[0]:.3f} | {predicted:.3f} |" in text
 
 
 @pytest.mark.parametrize("row", RESULT["rows"][:3], ids=lambda row: f"M{row['M']}")

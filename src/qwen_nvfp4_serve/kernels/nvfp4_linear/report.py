@@ -36,12 +36,25 @@ def tables(result: dict[str, Any]) -> str:
             by_m = {row["M"]: row for row in rows if row["shape"] == layer}
             first = next(iter(by_m.values()))
             cells = [_cell(by_m[m]) if m in by_m else "" for m in tokens]
-            lines.append(f"| {layer} [{first['n']}, {first['k']}] | " + " | ".join(cells) + " |")
+            lines.append(f"| {layer} [{first['n']}, {first['k']}]{_earlier(first)} | " + " | ".join(cells) + " |")
         parts.append("\n".join(lines))
+    earlier = sorted({row["commit"] for row in result["rows"] if "commit" in row})
+    if earlier:
+        parts.append(f"\\* of an earlier run on another machine, code {', '.join(earlier)}.")
     if _has_tiled(result):
         parts.append(_tiled(result))
     parts.append(_bandwidth(result))
     return "\n\n".join(parts) + "\n"
+
+
+def _earlier(row: dict[str, Any]) -> str:
+    return " \\*" if "commit" in row else ""
+
+
+def saved_us(result: dict[str, Any], layers: dict[str, int], tokens: int) -> float:
+    """Microseconds of a decode step that these layers, so many of each, take less than with Marlin."""
+    rows = (row for row in result["rows"] if row["shape"] in layers and row["M"] == tokens)
+    return float(sum((row["marlin_us"] - served_us(row)) * layers[row["shape"]] for row in rows))
 
 
 def _has_tiled(result: dict[str, Any]) -> bool:
@@ -73,6 +86,8 @@ def _tiled(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         by_layer.setdefault(row["shape"], {})[row["M"]] = row
     for layer, rows in by_layer.items():
+        if not any(row.get("tiled_us") for row in rows.values()):
+            continue
         cells = [
             f"{rows[m]['tiled_us']:.1f} ({rows[m]['ours_us'] / rows[m]['tiled_us']:.2f})"
             if m in rows and rows[m].get("tiled_us")
