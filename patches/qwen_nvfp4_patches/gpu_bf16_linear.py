@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from qwen_nvfp4_patches import gpu_nvfp4_linear, seams
 from qwen_nvfp4_patches.backend import nvfp4_backend
 from qwen_nvfp4_patches.patch import Need, Patch, Platform
+from qwen_nvfp4_serve.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
 
 @functools.cache
 def follow_admission() -> None:
-    """Finds who serves the layers of the model that vLLM is building, and has the op follow it; logged once."""
+    """Finds who serves the layers of the model that vLLM is building, and has the op follow it; logged once.
+
+    A model of another family or dtype has no plan: its layers stay with vLLM's product, as do all if vLLM was told one.
+    """
+    import torch
     from vllm.config import get_current_vllm_config
 
     from qwen_nvfp4_serve.dims import dims_from_config
@@ -27,7 +32,13 @@ def follow_admission() -> None:
     from qwen_nvfp4_serve.kernels.admission.shapes import bf16_shapes
 
     config = get_current_vllm_config()
-    dims = dims_from_config(config.model_config.hf_config.to_dict())
+    if config.model_config.dtype is not torch.bfloat16 or config.kernel_config.linear_backend != "auto":
+        return
+    try:
+        dims = dims_from_config(config.model_config.hf_config.to_dict())
+    except UsageError as error:
+        gpu_nvfp4_linear._logger().info("BF16 layers are left to vLLM: %s", error)
+        return
     shapes = bf16_shapes(dims, config.parallel_config.tensor_parallel_size)
     card, device = gpu_nvfp4_linear.this_card()
     table = admit(shapes, card=card, device=device, names=BF16, spec=BF16_SPEC)
@@ -76,8 +87,8 @@ def _apply() -> None:
     def with_ours(original: Any) -> Any:
         def dispatch_unquantized_gemm(linear_backend: str = "auto") -> Any:
             found = original(linear_backend)
-            # Asked again in every step, for the head and the routers: nothing slow belongs here.
-            if found is not utils.default_unquantized_gemm or not free:
+            # Asked again in every step, for the head: nothing slow belongs here.
+            if found is not utils.default_unquantized_gemm or not free or linear_backend != "auto":
                 return found  # another platform's, or what vLLM was told to take
             if _building():
                 follow_admission()
@@ -95,7 +106,7 @@ PATCH = Patch(
     changes="dispatch_unquantized_gemm answers with an op that serves BF16 layers by the kernel admitted for the "
     "number of tokens; only under NVFP4_BACKEND=hybrid",
     why="projections that a checkpoint leaves in BF16 are most of a decode step's bytes, and the vendor's GEMM reads "
-    "the small ones at half of the card's bandwidth",
+    "the smaller ones far below the card's bandwidth",
     upstream="https://github.com/vllm-project/vllm/blob/v0.33.0/vllm/model_executor/layers/utils.py",
     remove_when="vLLM's BF16 GEMMs of few tokens read weights as fast as the card can",
     needed=_needed,

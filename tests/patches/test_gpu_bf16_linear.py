@@ -118,7 +118,8 @@ def test_admission_is_of_the_models_shapes_and_the_op_follows_it(monkeypatch: py
 
     values = model_config(CheckpointSpec(architecture=ARCHITECTURES["35b-a3b"], style="ct-w4a4"))
     config = SimpleNamespace(
-        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: values)),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, hf_config=SimpleNamespace(to_dict=lambda: values)),
+        kernel_config=SimpleNamespace(linear_backend="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
     )
     monkeypatch.setattr(vllm.config, "get_current_vllm_config", lambda: config)
@@ -139,3 +140,38 @@ def test_admission_is_of_the_models_shapes_and_the_op_follows_it(monkeypatch: py
     finally:
         gpu_bf16_linear.follow_admission.cache_clear()
         bf16._plans.clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "told", "values"),
+    [
+        (torch.float16, "auto", None),
+        (torch.bfloat16, "marlin", None),
+        (torch.bfloat16, "auto", {"model_type": "llama", "hidden_size": 4096}),
+    ],
+    ids=["float16", "told", "another family"],
+)
+def test_model_that_is_not_for_our_kernel_is_built_without_an_admission(
+    monkeypatch: pytest.MonkeyPatch, dtype: Any, told: str, values: dict[str, Any] | None
+) -> None:
+    from types import SimpleNamespace
+
+    import vllm.config
+
+    from qwen_nvfp4_serve.synthetic import ARCHITECTURES, CheckpointSpec
+    from qwen_nvfp4_serve.synthetic.config import model_config
+
+    values = values or model_config(CheckpointSpec(architecture=ARCHITECTURES["35b-a3b"], style="ct-w4a4"))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(dtype=dtype, hf_config=SimpleNamespace(to_dict=lambda: values)),
+        kernel_config=SimpleNamespace(linear_backend=told),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+    )
+    monkeypatch.setattr(vllm.config, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(admission, "admit", lambda *_, **__: pytest.fail("admitted"))
+    gpu_bf16_linear.follow_admission.cache_clear()
+    try:
+        gpu_bf16_linear.follow_admission()
+        assert not bf16._plans
+    finally:
+        gpu_bf16_linear.follow_admission.cache_clear()

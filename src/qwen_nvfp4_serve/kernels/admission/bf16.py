@@ -115,8 +115,10 @@ def _bf16_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     m = tokens.shape[0]
     spans = _plans.get((n, k), ())
     name = next((span.candidate for span in spans if m <= span.until), Vendor.name)
-    unaligned = weight.data_ptr() % ALIGNMENT_BYTES or not weight.is_contiguous()
-    if name != SmallM.name or m == 0 or unaligned:
+    plain = weight.data_ptr() % ALIGNMENT_BYTES == 0 and weight.is_contiguous()
+    if bias is not None:
+        plain = plain and bias.dtype is torch.bfloat16 and bias.is_contiguous()
+    if name != SmallM.name or m == 0 or not plain:
         return torch.nn.functional.linear(x, weight, bias)
     if tokens.stride(-1) != 1 or tokens.stride(0) * tokens.element_size() % ALIGNMENT_BYTES:
         tokens = tokens.contiguous()

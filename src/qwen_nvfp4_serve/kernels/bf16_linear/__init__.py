@@ -15,7 +15,7 @@ from qwen_nvfp4_serve.kernels.nvfp4_linear import CAPABILITIES
 
 MAX_TOKENS = 16
 K_MULTIPLE = 128
-N_LIMIT = 2**21  # rows are counted in 32 bits
+N_LIMIT = 2**21  # far above any layer's rows, far below what 32 bits count
 
 __all__ = ["K_MULTIPLE", "MAX_TOKENS", "N_LIMIT", "small_m", "supports"]
 

@@ -16,9 +16,10 @@ def table(result: dict[str, Any]) -> str:
     """Markdown: microseconds of ours and of the vendor's GEMM by layer and M, and what ours reads at M=1."""
     rows = result["rows"]
     tokens = list(dict.fromkeys(row["M"] for row in rows))
+    elsewhere = " on another machine" if "about" in result else ""
     lines = [
         f"{result['card']}, torch {result['torch']}, code {result['commit']}; a plain read reaches "
-        f"{result['read_gbps']:.0f} GB/s. Microseconds, in brackets the vendor's GEMM over ours.",
+        f"{result['read_gbps']:.0f} GB/s{elsewhere}. Microseconds, in brackets the vendor's GEMM over ours.",
         "",
         "| layer [N, K] | " + " | ".join(f"M={m}" for m in tokens) + " | M=1 reads |",
         "|---" * (len(tokens) + 2) + "|",

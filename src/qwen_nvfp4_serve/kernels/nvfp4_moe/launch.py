@@ -171,7 +171,11 @@ def _experts(weights: ExpertWeights) -> binding.Experts:
 
 
 def empty_slots(library: ctypes.CDLL, device: torch.device | str) -> torch.Tensor:
-    """Slots as the router finds and leaves them."""
+    """Slots as the router finds and leaves them.
+
+    One launch at a time may have them: graphs captured on one stream must not be replayed on two at once, since either
+    would empty what the other waits for.
+    """
     return torch.full((library.nvfp4_moe_slots(),), EMPTY_SLOT, dtype=torch.int32, device=device)
 
 
