@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen_nvfp4_serve.dims import dims_from_config
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.gpus import GPUS, find_gpu
 from qwen_nvfp4_serve.models import MODELS, find_model
@@ -18,6 +19,7 @@ from qwen_nvfp4_serve.planner import PlanModel, PlanRequest, alternatives, plan
 from qwen_nvfp4_serve.planner.cache import cache_layout
 from qwen_nvfp4_serve.planner.memory import capture_sizes
 from qwen_nvfp4_serve.planner.request import default_gdn_prefill
+from qwen_nvfp4_serve.reference import EMBEDDED
 from qwen_nvfp4_serve.units import GIB
 
 CASES = json.loads((Path(__file__).parent / "data" / "planner_cases.json").read_text())
@@ -27,9 +29,9 @@ def request(name: str = "qwen3.5-35b-a3b", **values: Any) -> PlanRequest:
     """A request for a catalogue model."""
     row = find_model(name)
     assert row is not None
-    assert row.dims is not None
+    dims = row.dims or dims_from_config(json.loads((EMBEDDED / "config.json").read_text()))
     gpu = values.pop("gpu", None)
-    return PlanRequest(model=PlanModel.from_row(row, row.dims), gpu=find_gpu(gpu) if gpu else None, **values)
+    return PlanRequest(model=PlanModel.from_row(row, dims), gpu=find_gpu(gpu) if gpu else None, **values)
 
 
 def from_case(given: dict[str, Any]) -> PlanRequest:

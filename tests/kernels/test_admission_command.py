@@ -98,9 +98,12 @@ def test_kernels_admission_asks_for_the_shapes_of_the_config(
     config = model_config(CheckpointSpec())
     (tmp_path / "config.json").write_text(json.dumps(config))
     run("--config", str(tmp_path), "--tensor-parallel", "1")
-    linear, experts = asked
+    linear, plain, experts = asked
     assert len(linear[0]) >= 6
     assert linear[1:] == (CARD, store.folder(), {})
+    assert [(shape.n, shape.k) for shape in plain[0]] == [(shape.n, shape.k) for shape in linear[0]]
+    assert {shape.bits for shape in plain[0]} == {16}
+    assert plain[3]["names"] == admission.BF16
     text = config["text_config"]
     width, hidden = text["moe_intermediate_size"], text["hidden_size"]
     assert experts[0] == (Shape(2 * width, hidden, text["num_experts"], text["num_experts_per_tok"]),)
