@@ -92,6 +92,9 @@ RULES: list[tuple[str, dict[str, Any], bool, str]] = [
     ("disk", {"disk_free_gib": 23.0, "download_gib": 21.8}, True, "room"),
     ("disk", {"disk_free_gib": 5, "gpu": "RTX 5090", "model": "qwen3.6-27b"}, False, "HF_HOME"),
     ("cache", {"cache_uid": 0, "run_uid": 1000, "mode": "0777"}, True, "written"),
+    ("cache", {"cache_uid": 0, "run_uid": 0, "mode": "0777", "cache_fault": "not a folder"}, False, "HF_HOME"),
+    ("card", {"gpu": "", "device": "cuda"}, False, "DEVICE=cpu"),
+    ("card", {"gpu": "", "device": "auto"}, True, "CPU backend"),
     ("cache", {"cache_uid": 1000, "run_uid": 1000, "mode": "0755"}, True, "written"),
     ("cache", {"cache_uid": 1000, "run_uid": 1000, "mode": "0555"}, False, "chmod"),
     (
@@ -372,3 +375,14 @@ def test_gather_card_reads_what_nvidia_smi_prints(tmp_path: Path, monkeypatch: p
     assert (facts.memory_free_mib, facts.gpu_processes) == (30_000, ("game (77, 2048 MiB)",))
     failed = {check.id for check in diagnose(facts).checks if not check.ok}
     assert "driver" not in failed
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling link", "folder"])
+def test_probed_cache_that_is_no_folder_is_a_fault(tmp_path: Path, kind: str) -> None:
+    place = tmp_path / "home"
+    if kind == "file":
+        place.write_text("")
+    elif kind == "dangling link":
+        place.symlink_to(tmp_path / "nowhere")
+    found = host_probes.probe_cache(place / "hub", None)
+    assert found.get("cache_fault") == (None if kind == "folder" else "not a folder")

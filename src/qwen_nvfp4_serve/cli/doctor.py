@@ -75,6 +75,7 @@ def _gather(named: Path | None) -> Facts:
         env_fault=fault,
         model=settings.model,
         tensor_parallel=settings.tensor_parallel,
+        device=settings.device,
         port=settings.port,
         served_names={settings.served_model_name or "", *MODEL_NAMES},
         api_key=settings.vllm_api_key.get_secret_value() if settings.vllm_api_key else None,

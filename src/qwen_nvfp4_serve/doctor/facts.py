@@ -15,10 +15,10 @@ class Facts:
     """A host. None is "nobody looked" everywhere; sizes carry their unit.
 
     driver: NVIDIA's version. cuda_image: CUDA version of the image or runtime to be used. gpu: name of the card, "" for
-    a host without one. cards: how many are visible. compat_libs: CUDA forward-compatibility libraries are on the
+    a host without one. device: auto, cpu or cuda, as DEVICE says. cards: how many are visible. compat_libs: CUDA forward-compatibility libraries are on the
     library path. torch_arch_list: what the installed torch was built for. gpu_processes: who holds the card's memory.
     env: text of the .env file; env_fault: why the settings cannot be read, the environment's counted in.
-    cache_uid, cache_gid, mode: owner, group and octal mode of the hub cache; run_uid, run_gids: who will serve.
+    cache_uid, cache_gid, mode: owner, group and octal mode of the hub cache; cache_fault: why nobody can write there; run_uid, run_gids: who will serve.
     gated: the repository asks for access; hf_token: a token is set; hf_status: what the hub answered to it.
     port_holder: what listens on the port, "" for nothing; port_own: it is a server of ours.
     compile_cache_stale: written by another vLLM.
@@ -29,6 +29,7 @@ class Facts:
     driver: str | None = None
     cuda_image: str | None = None
     gpu: str | None = None
+    device: str | None = None
     cards: int | None = None
     capability: tuple[int, int] | None = None
     compat_libs: bool | None = None
@@ -50,6 +51,7 @@ class Facts:
     disk_free_gib: float | None = None
     download_gib: float | None = None
     cache_path: str | None = None
+    cache_fault: str | None = None
     cache_uid: int | None = None
     cache_gid: int | None = None
     mode: str | None = None

@@ -96,6 +96,11 @@ def _catalogue_gib(model: str) -> float | None:
 
 def check_cache_owner(facts: Facts) -> Check | None:
     """Whether the server's user can write the hub cache."""
+    if facts.cache_fault:
+        where = facts.cache_path or "the hub cache"
+        says = f"{where}, where the hub cache should be, is {facts.cache_fault}"
+        do = "name a folder that can be written in HF_HOME"
+        return failed("cache", seen=facts.cache_fault, needed="a folder that can be written", says=says, do=do)
     if facts.cache_uid is None or facts.run_uid is None:
         return None
     try:

@@ -33,6 +33,7 @@ def gather(
     env_fault: str | None,
     model: str | None,
     tensor_parallel: int,
+    device: str | None = None,
     port: int,
     served_names: Collection[str],
     api_key: str | None,
@@ -52,6 +53,7 @@ def gather(
         "env_fault": env_fault,
         "model": model,
         "tensor_parallel": tensor_parallel,
+        "device": device,
         "hf_token": token is not None,
     }
     jobs = environ.get("MAX_JOBS", "").strip()
@@ -153,10 +155,14 @@ def probe_shm() -> Values:
 def probe_cache(cache: Path, model: str | None) -> Values:
     """Owner and space of the hub cache, or of the nearest folder above it that exists, and the download's size."""
     folder = cache
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
+    if not folder.is_dir():  # a file, or a link that leads nowhere
+        return {"cache_path": str(folder), "cache_fault": "not a folder"}
     status = folder.stat()
+    read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
     values: Values = {
+        "cache_fault": "on a read-only file system" if read_only else None,
         "cache_path": str(folder),
         "cache_uid": status.st_uid,
         "cache_gid": status.st_gid,
