@@ -77,21 +77,25 @@ def check_compat(facts: Facts) -> Check | None:
     )
 
 
+def _check_none(facts: Facts) -> Check:
+    if facts.device != "cuda":
+        return passed("card", "none", "none for the CPU backend", "no NVIDIA card: the CPU backend will serve")
+    return failed(
+        "card",
+        seen="no NVIDIA card",
+        needed="one, as DEVICE=cuda says",
+        says="DEVICE=cuda and nvidia-smi shows no card",
+        do="install the driver, make the card visible, or set DEVICE=cpu",
+        unsupported=True,
+    )
+
+
 def check_card(facts: Facts) -> Check | None:
     """The card and its capability against the table."""
     if facts.gpu is None and facts.capability is None:
         return None
-    if facts.gpu == "" and facts.device == "cuda":
-        return failed(
-            "card",
-            seen="no NVIDIA card",
-            needed="one, as DEVICE=cuda says",
-            says="DEVICE=cuda and nvidia-smi shows no card",
-            do="install the driver, make the card visible, or set DEVICE=cpu",
-            unsupported=True,
-        )
     if facts.gpu == "":
-        return passed("card", "none", "none for the CPU backend", "no NVIDIA card: the CPU backend will serve")
+        return _check_none(facts)
     name, row = facts.card or "the card", match_gpu(facts.card or "")
     capability = _capability(facts)
     if capability is None:

@@ -14,16 +14,16 @@ from qwen_nvfp4_serve.errors import UsageError
 class Facts:
     """A host. None is "nobody looked" everywhere; sizes carry their unit.
 
-    driver: NVIDIA's version. cuda_image: CUDA version of the image or runtime to be used. gpu: name of the card, "" for
-    a host without one. device: auto, cpu or cuda, as DEVICE says. cards: how many are visible. compat_libs: CUDA forward-compatibility libraries are on the
-    library path. torch_arch_list: what the installed torch was built for. gpu_processes: who holds the card's memory.
-    env: text of the .env file; env_fault: why the settings cannot be read, the environment's counted in.
-    cache_uid, cache_gid, mode: owner, group and octal mode of the hub cache; cache_fault: why nobody can write there; run_uid, run_gids: who will serve.
-    gated: the repository asks for access; hf_token: a token is set; hf_status: what the hub answered to it.
-    port_holder: what listens on the port, "" for nothing; port_own: it is a server of ours.
-    compile_cache_stale: written by another vLLM.
-    vllm_version: "" where it is not installed. plugins: how many of our entry points vLLM would find.
-    kernels: architectures that our kernels are built for.
+    driver: NVIDIA's version. cuda_image: CUDA version of the image or runtime to be used. gpu: name of the card, ""
+    for a host without one. device: auto, cpu or cuda, as DEVICE says. cards: how many are visible. compat_libs: CUDA
+    forward-compatibility libraries are on the library path. torch_arch_list: what the installed torch was built for.
+    gpu_processes: who holds the card's memory. env: text of the .env file; env_fault: why the settings cannot be
+    read, the environment's counted in. cache_uid, cache_gid, mode: owner, group and octal mode of the hub cache;
+    cache_fault: why nobody can write there; run_uid, run_gids: who will serve. gated: the repository asks for access;
+    hf_token: a token is set; hf_status: what the hub answered to it. port_holder: what listens on the port, "" for
+    nothing; port_own: it is a server of ours. compile_cache_stale: written by another vLLM. vllm_version: "" where it
+    is not installed. plugins: how many of our entry points vLLM would find. kernels: architectures that our kernels
+    are built for.
     """
 
     driver: str | None = None
