@@ -10,6 +10,7 @@ from qwen_nvfp4_serve.checkpoint import patience
 from qwen_nvfp4_serve.checkpoint.check_files import check_files
 from qwen_nvfp4_serve.checkpoint.check_modules import SeverityOf, check_modules, is_packed
 from qwen_nvfp4_serve.checkpoint.check_scales import check_scales
+from qwen_nvfp4_serve.checkpoint.check_whole import check_whole
 from qwen_nvfp4_serve.checkpoint.contents import Contents, group_tensors
 from qwen_nvfp4_serve.checkpoint.declared import resolver_for
 from qwen_nvfp4_serve.checkpoint.faults import Fault, Finding, Severity, collect
@@ -66,6 +67,7 @@ def inspect_source(
     """
     contents = group_tensors(shard.tensors for shard in source.shards)
     findings = [*check_files(source), *_check_config(source, knows_type)]
+    readable = not any(finding.severity is Severity.ERROR for finding in findings)
     resolver = _resolver(source, findings)
     dims = _dims(source, findings)
 
@@ -81,6 +83,8 @@ def inspect_source(
                 findings += _check_extras(contents, resolver, dims, severity_of)
         except SchemeError as error:
             resolver = _refused(error, findings)
+    if dims is not None and readable:  # what a broken file held is not known
+        findings += check_whole(contents, dims, source.config)
     if speculative_tokens and not contents.has_mtp:
         findings.append(
             _error("no-mtp", "mtp", f"{speculative_tokens} draft tokens asked, but no tensor is named mtp.*")
