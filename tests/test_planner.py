@@ -178,6 +178,19 @@ def test_plan_sequences_beyond_the_state_blocks_are_clamped() -> None:
     assert any("max_num_seqs lowered from 4,096" in notice for notice in planned.notices)
 
 
+@pytest.mark.parametrize("speculative_tokens", [0, 3])
+def test_more_sequences_wished_for_never_give_fewer(speculative_tokens: int) -> None:
+    wishes = (1, 8, 20, 30, 39, 50, 100, 1000, 4096)
+    found = [
+        plan(request(gpu="rtx-5090", seqs=seqs, speculative_tokens=speculative_tokens)).max_num_seqs for seqs in wishes
+    ]
+    assert found == sorted(found)
+    assert found[-1] > 1
+    most = found[-1]
+    above = plan(request(gpu="rtx-5090", seqs=most + 1, speculative_tokens=speculative_tokens))
+    assert above.max_num_seqs == most
+
+
 def test_plan_free_memory_below_the_table_gives_a_smaller_utilization() -> None:
     idle = plan(request(gpu="rtx-5090"))
     busy = plan(request(gpu="rtx-5090", free_bytes=round(28.5 * GIB)))
@@ -205,6 +218,12 @@ def test_alternatives_are_plans_that_fit() -> None:
     lines = alternatives(refused)
     assert not any("--context" in line for line in lines)
     assert "it fits with the pool left to the planner" in lines
+
+
+def test_alternatives_of_a_small_pool_do_not_call_it_hopeless() -> None:
+    instead = alternatives(plan(request(gpu="rtx-5090", context=131_072, kv_pool_bytes=GIB // 10)))
+    assert "it fits with the pool left to the planner" in instead
+    assert not any("choose a smaller model" in sentence for sentence in instead)
 
 
 def test_plan_largest_model_names_machines_that_hold_it() -> None:

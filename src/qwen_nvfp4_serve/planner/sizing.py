@@ -73,14 +73,27 @@ def settle(request: PlanRequest) -> Sizing:
     per_seq = 1 + request.speculative_tokens
     batched = max(batched, per_seq, layout.block_tokens if request.prefix_caching else 0)
     seqs = min(request.seqs or (advice.seqs if advice else DEFAULT_SEQS), batched // per_seq)
-    sizing = Sizing(request=request, layout=layout, budget=budget, batched_tokens=batched, seqs=seqs)
-    while True:
-        sizing = replace(sizing, pool_bytes=_pool_bytes(sizing))
-        # Fewer sequences need smaller graphs, which leaves a larger pool: repeat until the count stands.
-        most = sizing.seqs if sizing.blocks is None else max(1, layout.most_seqs(sizing.blocks))
-        if most >= sizing.seqs:
-            return sizing
-        sizing = replace(sizing, seqs=most)
+    return _with_most_seqs(Sizing(request=request, layout=layout, budget=budget, batched_tokens=batched, seqs=seqs))
+
+
+def _with_most_seqs(wish: Sizing) -> Sizing:
+    """The most sequences up to the wish that the pool left beside their own buffers and graphs takes, at least one."""
+    least, most = 1, wish.seqs
+    while least < most:  # more sequences leave a smaller pool, so the counts that fit have an end: halve towards it
+        middle = (least + most + 1) // 2
+        if _takes_its_seqs(_with_pool(replace(wish, seqs=middle))):
+            least = middle
+        else:
+            most = middle - 1
+    return _with_pool(replace(wish, seqs=least))
+
+
+def _with_pool(sizing: Sizing) -> Sizing:
+    return replace(sizing, pool_bytes=_pool_bytes(sizing))
+
+
+def _takes_its_seqs(sizing: Sizing) -> bool:
+    return sizing.blocks is None or sizing.layout.most_seqs(sizing.blocks) >= sizing.seqs
 
 
 def _default_batched_tokens(request: PlanRequest) -> int:
