@@ -19,7 +19,7 @@ def alternatives(refused: Plan) -> tuple[str, ...]:
     if largest is not None and largest >= LEAST_CONTEXT and _fits(replace(refused.request, context=largest)):
         found.append(f"it fits with --context {largest}")
     found += [sentence for request, sentence in _changes(refused) if _fits(request)]
-    return (*found, *_larger_machines(refused.request))
+    return (*found, *_larger_machines(refused.request, is_hopeless=not found))
 
 
 def _changes(refused: Plan) -> Iterator[tuple[PlanRequest, str]]:
@@ -42,7 +42,8 @@ def _changes(refused: Plan) -> Iterator[tuple[PlanRequest, str]]:
         yield replace(request, kv_pool_bytes=None), "it fits with the pool left to the planner"
 
 
-def _larger_machines(request: PlanRequest) -> list[str]:
+def _larger_machines(request: PlanRequest, *, is_hopeless: bool) -> list[str]:
+    """More cards or larger ones; is_hopeless: no change on this card makes it fit."""
     if request.gpu is None:
         return []
     found = []
@@ -55,7 +56,7 @@ def _larger_machines(request: PlanRequest) -> list[str]:
     single = [gpu.name for gpu in GPUS if gpu.memory_bytes > request.gpu.memory_bytes and _fits(replace(idle, gpu=gpu))]
     if single:
         found.append(f"it fits on one card with --gpu {' or '.join(single)}")
-    elif not cards:
+    elif not cards and is_hopeless:
         found.append("no quantization or setting makes it fit on one card of the table: choose a smaller model")
     return found
 
