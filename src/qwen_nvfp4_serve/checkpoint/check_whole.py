@@ -180,7 +180,8 @@ def _experts(group: Group, dims: Dims) -> Iterator[Finding]:
         numbers = {part for module in known if (part := module.removeprefix(f"{name}.").partition(".")[0]).isdecimal()}
         if not numbers or len(known) > 3 * len(numbers):
             return
-        if beyond := next((number for number in numbers if int(number[:9]) >= dims.experts), None):
+        beyond = max(numbers, key=lambda number: int(number[:9]))
+        if int(beyond[:9]) >= dims.experts:
             yield _shape(name, f"config.json counts {dims.experts:,} experts, but {name}.{beyond} is there")
             return
         wanted = (f"{name}.{expert}.{part}" for expert in range(dims.experts) for part in EXPERT_PARTS)

@@ -40,7 +40,8 @@ class Precisions:
 class Report:
     """An inspected checkpoint. dims and weights are None when config.json does not give them; bytes_per_token too.
 
-    errors stop `serve`, warnings do not. mtp, vision: whether such tensors are there.
+    errors stop `serve`, warnings do not. mtp, vision: whether such tensors are there. weights_read: False when weights
+    are estimated from config.json, since shards are not there or cannot be read.
     """
 
     place: str
@@ -55,6 +56,7 @@ class Report:
     size_bytes: int
     dims: Dims | None
     weights: WeightBytes | None
+    weights_read: bool
 
 
 def inspect_source(
@@ -93,7 +95,9 @@ def inspect_source(
         findings.append(_error("no-vision", "visual", "the vision tower is asked for, but no tensor belongs to one"))
     if not contents.groups and not any(finding.severity is Severity.ERROR for finding in findings):
         findings.append(_error("no-weights", "*.safetensors", f"{source.place} has no *.safetensors file with tensors"))
-    weights = weights_of(contents, dims, resolver or Unquantized(), source.config)
+    whole = bool(source.shards) and not any(finding.code in ("shard", "missing-shard") for finding in findings)
+    held = contents if whole else group_tensors(())
+    weights = weights_of(held, dims, resolver or Unquantized(), source.config)
     return Report(
         place=source.place,
         precision=_precisions(contents, resolver or Unquantized()),
@@ -107,6 +111,7 @@ def inspect_source(
         size_bytes=sum(shard.size_bytes or 0 for shard in source.shards),
         dims=dims,
         weights=weights,
+        weights_read=whole,
     )
 
 
