@@ -180,6 +180,35 @@ def test_plan_model_of_folder_without_weights_is_computed(tmp_path: Path) -> Non
     assert plan(PlanRequest(model=model)).block_size_tokens == 1568
 
 
+@pytest.mark.parametrize("kept_bytes", [None, 0, 100])
+def test_plan_of_shards_that_cannot_be_read_says_so(tmp_path: Path, kept_bytes: int | None) -> None:
+    spec = CheckpointSpec(architecture=ARCHITECTURES["embedded-dense"], style=STYLES[0].name)
+    folder = write_checkpoint(tmp_path / "model", spec)
+    assert not any(
+        "shards" in notice for notice in plan(PlanRequest(model=plan_model(inspect_folder(folder), "x"))).notices
+    )
+    sound = plan_model(inspect_folder(folder), "x").weights
+    for shard in folder.glob("*.safetensors"):
+        shard.unlink() if kept_bytes is None else shard.write_bytes(shard.read_bytes()[:kept_bytes])
+    model = plan_model(inspect_folder(folder), "x")
+    assert model.weights.decoder == pytest.approx(sound.decoder, rel=0.02)
+    notices = plan(PlanRequest(model=model)).notices
+    assert any("shards could not be read: weights are estimated" in notice for notice in notices)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_plan_of_one_lost_shard_counts_all_weights(tmp_path: Path, is_there: bool) -> None:
+    write_config(tmp_path)
+    names = ["model.language_model.embed_tokens", f"{LAYER}.self_attn.o_proj", f"{LAYER}.mlp.down_proj"]
+    tensors = gdn_plain() | {name: shape for module in names for name, shape in plain(module, 64, 64).items()}
+    write_shard(tmp_path / "model-00001-of-00002.safetensors", tensors)
+    if is_there:
+        (tmp_path / "model-00002-of-00002.safetensors").write_bytes(b"")
+    model = plan_model(inspect_folder(tmp_path), "x")
+    assert model.weights.decoder > 2 * 24e9  # the 27B's in BF16
+    assert any("shards could not be read" in notice for notice in plan(PlanRequest(model=model)).notices)
+
+
 def test_plan_model_of_another_architecture_is_refused(tmp_path: Path) -> None:
     report = inspect_tensors(tmp_path, plain("lm_head", 8, 16), model_type="llama")
     with pytest.raises(UsageError, match="llama"):

@@ -14,7 +14,11 @@ import pytest
 from tests.checkpoint_files import Shape, compressed_tensors, packed_ct, plain, write_config, write_shard
 
 from qwen_nvfp4_serve.checkpoint import inspect_folder
+from qwen_nvfp4_serve.checkpoint.check_whole import check_whole
+from qwen_nvfp4_serve.checkpoint.contents import group_tensors
+from qwen_nvfp4_serve.checkpoint.header import Tensor
 from qwen_nvfp4_serve.checkpoint.source import INDEX_NAME
+from qwen_nvfp4_serve.dims import dims_from_config
 
 EXPERTS, SHARDS = 256, 4
 PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -69,6 +73,30 @@ def test_inspect_many_tensors_takes_few_calls_for_each(tmp_path: Path) -> None:
     calls = {layers: calls_of_inspect(tmp_path / str(layers)) for layers in tensors}
     more = (calls[8] - calls[4]) / (tensors[8] - tensors[4])
     assert more < MOST_CALLS
+
+
+def test_looking_for_missing_experts_takes_no_call_for_each() -> None:
+    tensors = {
+        f"model.language_model.{name}.weight": Tensor("BF16", (8, 64), "", 0, 0) for name in ("norm", "embed_tokens")
+    }
+    text = {"hidden_size": 64, "num_hidden_layers": 4, "moe_intermediate_size": 64, "num_experts": EXPERTS}
+    config = {"model_type": "qwen3_5_moe", "text_config": text}
+    calls = []
+    for layers in (2, 4):
+        tensors |= {
+            name: Tensor(dtype, shape, "", 0, 0)
+            for layer in range(layers)
+            for name, (dtype, shape) in (layer_tensors(layer) | plain("lm_head", 8, 64)).items()
+        }
+        contents, dims, seen = group_tensors([tensors]), dims_from_config(config), Counter[str]()
+        sys.setprofile(lambda _frame, event, _what, seen=seen: seen.update([event]))
+        try:
+            found = list(check_whole(contents, dims, config))
+        finally:
+            sys.setprofile(None)
+        assert found  # so they were looked at
+        calls.append(seen["call"] + seen["c_call"])
+    assert calls[1] - calls[0] < 2 * EXPERTS
 
 
 READ = """

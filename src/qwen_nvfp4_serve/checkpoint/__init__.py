@@ -69,6 +69,7 @@ def plan_model(report: Report, name: str) -> PlanModel:
         dims=dims,
         weights=report.weights,
         has_mtp=report.mtp if report.size_bytes else None,
+        weights_read=report.weights_read,
         recommended=row.recommended if row else (),
     )
 

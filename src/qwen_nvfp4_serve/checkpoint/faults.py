@@ -57,6 +57,8 @@ DO = {
     "kv-scales": "Nothing: vLLM uses a scale of 1. If long answers degrade, set KV_CACHE_DTYPE=bfloat16.",
     "shard": "Delete the file and download it again: qwen-nvfp4 fetch.",
     "missing-shard": "Download what is missing: qwen-nvfp4 fetch.",
+    "missing": "Download the shards and config.json again from one revision: qwen-nvfp4 fetch.",
+    "shape": "Download the shards and config.json again from one revision: one of them belongs to another model.",
     "duplicate": "Keep one of the files: without an index, which of the two counts is the loader's choice.",
     "index": "Download model.safetensors.index.json and the shards again from one revision.",
     "short": "Download the shards again: qwen-nvfp4 fetch.",

@@ -10,6 +10,7 @@ from qwen_nvfp4_serve.checkpoint import patience
 from qwen_nvfp4_serve.checkpoint.check_files import check_files
 from qwen_nvfp4_serve.checkpoint.check_modules import SeverityOf, check_modules, is_packed
 from qwen_nvfp4_serve.checkpoint.check_scales import check_scales
+from qwen_nvfp4_serve.checkpoint.check_whole import check_whole
 from qwen_nvfp4_serve.checkpoint.contents import Contents, group_tensors
 from qwen_nvfp4_serve.checkpoint.declared import resolver_for
 from qwen_nvfp4_serve.checkpoint.faults import Fault, Finding, Severity, collect
@@ -39,7 +40,8 @@ class Precisions:
 class Report:
     """An inspected checkpoint. dims and weights are None when config.json does not give them; bytes_per_token too.
 
-    errors stop `serve`, warnings do not. mtp, vision: whether such tensors are there.
+    errors stop `serve`, warnings do not. mtp, vision: whether such tensors are there. weights_read: False when weights
+    are estimated from config.json, since shards are not there or cannot be read.
     """
 
     place: str
@@ -54,6 +56,7 @@ class Report:
     size_bytes: int
     dims: Dims | None
     weights: WeightBytes | None
+    weights_read: bool
 
 
 def inspect_source(
@@ -66,6 +69,7 @@ def inspect_source(
     """
     contents = group_tensors(shard.tensors for shard in source.shards)
     findings = [*check_files(source), *_check_config(source, knows_type)]
+    readable = not any(finding.severity is Severity.ERROR for finding in findings)
     resolver = _resolver(source, findings)
     dims = _dims(source, findings)
 
@@ -81,6 +85,8 @@ def inspect_source(
                 findings += _check_extras(contents, resolver, dims, severity_of)
         except SchemeError as error:
             resolver = _refused(error, findings)
+    if dims is not None and readable:  # what a broken file held is not known
+        findings += check_whole(contents, dims, source.config)
     if speculative_tokens and not contents.has_mtp:
         findings.append(
             _error("no-mtp", "mtp", f"{speculative_tokens} draft tokens asked, but no tensor is named mtp.*")
@@ -89,7 +95,9 @@ def inspect_source(
         findings.append(_error("no-vision", "visual", "the vision tower is asked for, but no tensor belongs to one"))
     if not contents.groups and not any(finding.severity is Severity.ERROR for finding in findings):
         findings.append(_error("no-weights", "*.safetensors", f"{source.place} has no *.safetensors file with tensors"))
-    weights = weights_of(contents, dims, resolver or Unquantized(), source.config)
+    whole = bool(source.shards) and not any(finding.code in ("shard", "missing-shard") for finding in findings)
+    held = contents if whole else group_tensors(())
+    weights = weights_of(held, dims, resolver or Unquantized(), source.config)
     return Report(
         place=source.place,
         precision=_precisions(contents, resolver or Unquantized()),
@@ -103,6 +111,7 @@ def inspect_source(
         size_bytes=sum(shard.size_bytes or 0 for shard in source.shards),
         dims=dims,
         weights=weights,
+        weights_read=whole,
     )
 
 

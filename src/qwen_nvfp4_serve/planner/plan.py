@@ -98,6 +98,8 @@ def _changes(sizing: Sizing) -> list[str]:
 def _warnings(sizing: Sizing) -> list[str]:
     """What is allowed and deserves a look."""
     request, warnings = sizing.request, []
+    if not request.model.weights_read:
+        warnings.append("shards could not be read: weights are estimated from config.json; see qwen-nvfp4 inspect")
     small = request.gpu is not None and request.gpu.memory_bytes < LARGE_CARD_BYTES
     if small and sizing.batched_tokens >= SLOW_BATCHED_TOKENS:
         warnings.append(

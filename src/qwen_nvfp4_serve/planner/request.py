@@ -28,6 +28,7 @@ class PlanModel:
     """The checkpoint as the planner sees it. `weights` is per module class, before tensor parallelism.
 
     has_mtp: whether tensors of the drafter are there; None while nobody has looked. recommended: settings by card.
+    weights_read: False for weights estimated because the checkpoint's shards could not be read.
     """
 
     name: str
@@ -35,6 +36,7 @@ class PlanModel:
     weights: WeightBytes
     has_mtp: bool | None = None
     recommended: tuple[Recommendation, ...] = ()
+    weights_read: bool = True
 
     @classmethod
     def from_row(cls, row: ModelRow, dims: Dims) -> PlanModel:
