@@ -233,14 +233,13 @@ def card_record(
 ) -> None:
     """Write the pages and charts of what was measured on a card, from its JSON alone; measures nothing."""
     from qwen_nvfp4_serve.bench.files import writing
-    from qwen_nvfp4_serve.bench.record import take as take_visit
     from qwen_nvfp4_serve.bench.record import write_card_record
     from qwen_nvfp4_serve.cli.bench_screen import screen
     from qwen_nvfp4_serve.gpus import find_gpu
 
     row = find_gpu(card)
     with writing(out):
-        written = (() if take is None else take_visit(take, out, row)) + write_card_record(out, row)
+        written = write_card_record(out, row, take)
     screen().print("wrote", ", ".join(map(str, written)), markup=False)
 
 
