@@ -234,6 +234,11 @@ def test_command_interrupted_keeps_finished_cases_and_no_result(tmp_path: Path) 
         (["compare", "a.json", "b.json"], "result a.json: seen No such file"),
         (["--out", "x", "--base-url", "http://user:secret@127.0.0.1:1/v1"], "--base-url: seen a URL with one of them"),
         (["--out", "x", "--env-file", "none.env"], "none.env"),
+        (["--out", ""], "'--out': an empty path"),
+        (["compare", "", ""], "'first': an empty path"),
+        (["compare", "a.json", "b.json", "--out", ""], "'--out': an empty path"),
+        (["report", "a.json", "--out", ""], "'--out': an empty path"),
+        (["record", "--out", ""], "'--out': an empty path"),
     ],
 )
 def test_command_wrong_use_is_exit_2_and_one_sentence(tmp_path: Path, words: list[str], says: str) -> None:
@@ -285,3 +290,41 @@ def test_command_compare_shows_labels_as_they_are(tmp_path: Path) -> None:
     done = command("compare", "one", "two", folder=tmp_path)
     assert "[red]one[/red]" in done.stdout
     assert "[red]two[/red]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [("compare", "one", "two", "--out", "."), ("report", "one", "--out", "."), ("--out", ".")]
+)
+def test_command_never_replaces_a_readme_that_bench_did_not_write(tmp_path: Path, words: tuple[str, ...]) -> None:
+    for name in ("one", "two"):
+        write_result(tmp_path / name / "result.json", made_result())
+    (tmp_path / "README.md").write_text("# My project\n")
+    done = command(*words, folder=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: --out .: seen a README.md that bench did not write")
+    assert (tmp_path / "README.md").read_text() == "# My project\n"
+    assert {file.name for file in tmp_path.iterdir()} == {"README.md", "one", "two"}
+
+
+def test_command_writes_its_own_pages_again(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("one", "two"):
+        write_result(tmp_path / name / "result.json", made_result())
+    for words in (("compare", "one", "two", "--out", "both"), ("report", "one")):
+        assert [command(*words, folder=tmp_path).returncode for _ in range(2)] == [0, 0]
+
+
+def test_charts_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    (tmp_path / "compare.svg").write_text("old")
+    kept = figure.savefig
+
+    def cut(self: object, file: object, **options: object) -> None:
+        kept(self, file, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure, "savefig", cut)
+    first, second = made_result(), made_result(120.0)
+    with pytest.raises(KeyboardInterrupt):
+        draw_comparison(first, second, compare(first, second), tmp_path)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("compare.svg", "old")]

@@ -89,6 +89,13 @@ def test_serve_env_file_that_was_named_and_is_missing_is_refused(tmp_path: Path)
     assert "mistyped.env" in done.stderr
 
 
+@pytest.mark.parametrize(("name", "says"), [("", "an empty path"), (".", "--env-file .: seen a folder")])
+def test_doctor_env_file_that_is_no_file_is_refused(tmp_path: Path, name: str, says: str) -> None:
+    done = run("doctor", "--env-file", name, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+
+
 def test_serve_sigterm_while_preparing_exits_0(tmp_path: Path) -> None:
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "DEVICE": "cpu", "CACHE_DIR": str(tmp_path / "cache")}
     process = subprocess.Popen(
