@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from qwen_nvfp4_serve.bench.compare import compare, comparison_markdown, differe
 from qwen_nvfp4_serve.bench.landscape import landscape_markdown
 from qwen_nvfp4_serve.bench.published import find_published
 from qwen_nvfp4_serve.bench.report import markdown
-from qwen_nvfp4_serve.bench.result import read_result, write_result
+from qwen_nvfp4_serve.bench.result import Result, read_result, write_result
 from qwen_nvfp4_serve.bench.samples import Failure
 from qwen_nvfp4_serve.bench.series import lines
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
@@ -173,6 +174,65 @@ def test_compare_unequal_settings_are_all_named() -> None:
 def test_compare_interrupted_run_is_refused() -> None:
     with pytest.raises(UsageError, match="an interrupted run"):
         compare(made_result(), made_result(complete=False))
+
+
+def with_decode(result: Result, **changes: float) -> Result:
+    """The same with another spread of the first case's decode rate; without one where nothing is given."""
+    case = result.cases[0]
+    value = case.metrics.decode_total
+    assert value is not None
+    metrics = dataclasses.replace(case.metrics, decode_total=dataclasses.replace(value, **changes) if changes else None)
+    return dataclasses.replace(result, cases=(dataclasses.replace(case, metrics=metrics), *result.cases[1:]))
+
+
+@pytest.mark.parametrize("kind", ["median", "std"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("side", [0, 1])
+def test_compare_what_is_no_rate_is_refused(kind: str, value: float, side: int) -> None:
+    runs = [made_result(), made_result()]
+    runs[side] = with_decode(runs[side], **{kind: value})
+    name = re.escape(runs[side].cases[0].case.decode)
+    with pytest.raises(UsageError, match=f"run 'made', {kind} of {name} t/s: seen {value}"):
+        compare(*runs)
+
+
+def test_compare_runs_without_a_common_figure_is_refused() -> None:
+    nothing = dataclasses.replace(made_result(), cases=())
+    for pair in ((nothing, nothing), (made_result(), nothing), (nothing, made_result())):
+        with pytest.raises(UsageError, match="no figure that both have"):
+            compare(*pair)
+
+
+def test_compare_names_the_rows_that_one_run_lacks(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first, second = with_decode(made_result(label="a")), made_result(label="b")
+    shorter = dataclasses.replace(second, cases=second.cases[:-1])
+    lost = second.cases[-1].case
+    found = compare(first, shorter)
+    page = comparison_markdown(first, shorter, found)
+    assert f"- {first.cases[0].case.decode} t/s is left out: nothing measured by a\n" in page
+    for name in (lost.prefill, lost.decode):
+        assert f"- {name} t/s is left out: nothing measured by b\n" in page
+    assert page.count("left out") == 4
+    back = comparison_markdown(shorter, first, compare(shorter, first))
+    assert f"- {lost.decode} t/s is left out: nothing measured by b\n" in back
+    assert "left out" not in comparison_markdown(second, second, compare(second, second))
+    draw_comparison(first, shorter, found, tmp_path)
+
+
+def test_compare_of_runs_without_any_decode_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    whole = made_result()
+    bare = dataclasses.replace(
+        whole,
+        cases=tuple(
+            dataclasses.replace(case, metrics=dataclasses.replace(case.metrics, decode_total=None))
+            for case in whole.cases
+        ),
+    )
+    found = compare(bare, bare)
+    assert {one.figure for one in found} == {"prefill", "ttft"}
+    draw_comparison(bare, bare, found, tmp_path)
 
 
 def test_compare_says_what_else_differs_and_draws_both(tmp_path: Path) -> None:

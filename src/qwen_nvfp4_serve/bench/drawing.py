@@ -126,7 +126,8 @@ def draw_pairs(axes: Axes, pairs: Sequence[tuple[str, Spread, Spread]], names: t
     axes.grid(visible=True, axis="x")
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(unit)
-    axes.legend(loc="upper right", ncols=2, fontsize=8.5, borderpad=0)
+    if pairs:
+        axes.legend(loc="upper right", ncols=2, fontsize=8.5, borderpad=0)
 
 
 def draw_bars(axes: Axes, bars: Sequence[tuple[str, float, float, str]], *, unit: str) -> None:

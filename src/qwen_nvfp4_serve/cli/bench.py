@@ -131,7 +131,7 @@ def compare(
     from rich.table import Table
 
     from qwen_nvfp4_serve.bench.compare import compare as compare_results
-    from qwen_nvfp4_serve.bench.compare import comparison_markdown, differences, draw_comparison
+    from qwen_nvfp4_serve.bench.compare import comparison_markdown, differences, draw_comparison, left_out
     from qwen_nvfp4_serve.bench.files import PAGE, check_page, write_whole, writing
     from qwen_nvfp4_serve.bench.result import read_result
     from qwen_nvfp4_serve.bench.rows import cell
@@ -144,6 +144,8 @@ def compare(
     console = screen()
     for name, here, there in differences(one, other):
         console.print(f"{name} differs: {here} and {there}", markup=False)
+    for name, lacking in left_out(one, other):
+        console.print(f"{name} is left out: nothing measured by {printable(lacking)}", markup=False)
     table = Table("test", *(escape(printable(run.label)) for run in (one, other)), "ratio", "")
     for row in found:
         table.add_row(row.name, cell(row.first), cell(row.second), row.ratio_words, row.verdict)
