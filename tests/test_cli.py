@@ -147,6 +147,32 @@ def test_output_that_cannot_be_written_is_one_line_and_1(tmp_path: Path) -> None
     assert done.stderr == "error: No space left on device\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("models", "typer"),
+        ("models", "qwen_nvfp4_serve.models"),
+        ("kernels", "qwen_nvfp4_serve.cli.kernels"),
+        ("kernels", "rich.console"),
+        ("--help", "qwen_nvfp4_serve.cli.quality"),
+        ("nonsense", "qwen_nvfp4_serve.cli.wrong_use"),
+        ("nonsense", "rich._emoji_codes"),
+    ],
+)
+def test_interrupt_while_modules_are_loaded_is_130_without_a_traceback(
+    tmp_path: Path, command: str, module: str
+) -> None:
+    code = (
+        "import sys\nclass Interrupt:\n    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}:\n            print('interrupted', flush=True)\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\nfrom qwen_nvfp4_serve.cli import main\nmain()\n"
+    )
+    words = [sys.executable, "-c", code, command]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted\n", "")
+
+
 def test_help_lists_every_command(tmp_path: Path) -> None:
     shown = run("--help", cwd=tmp_path, COLUMNS="200").stdout
     for name in ("serve", "smoke", "models", "patches", "make-checkpoint"):
