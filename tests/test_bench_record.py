@@ -199,6 +199,8 @@ def wrong(path: str, value: str) -> Callable[[str], str]:
         ("runs.0.decode.1.median", "Infinity"),
         ("runs.0.decode.1.median", "NaN"),
         ("runs.0.decode.1.median", "0"),
+        ("runs.0.decode.1.median", "1e308"),
+        ("runs.0.model_bytes", "1" + "0" * 400),
         ("runs.0.decode.1.std", "-1"),
         ("runs.0.depths.65536.decode", "0"),
         ("spec.streams", "[]"),
