@@ -22,6 +22,8 @@ Verdict = Literal["better", "worse", "noise", "one run"]
 VERDICT_COLOURS: dict[Verdict, str] = {"better": COLOURS[2], "worse": FAULT, "noise": OTHERS, "one run": OTHERS}
 NOISE = 2.0  # a ratio nearer to 1 than this many standard deviations is called noise
 
+LIMIT = 2.0**63  # no rate or time comes near, and a chart can draw what is below
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -126,9 +128,9 @@ def _check_figures(result: Result) -> None:
             value = figure.pick(case.metrics)
             for kind in () if value is None else ("median", "std"):
                 seen = getattr(value, kind)
-                if not math.isfinite(seen) or seen < 0:
+                if not 0 <= seen < LIMIT:  # NaN is neither
                     what = f"run {result.label!r}, {kind} of {_name(figure, case.case, result)}"
-                    raise UsageError(what, seen=str(seen), expected="a finite number, 0 or more")
+                    raise UsageError(what, seen=str(seen), expected="a number below 2^63, 0 or more")
 
 
 def differences(first: Result, second: Result) -> tuple[tuple[str, str, str], ...]:
