@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import struct
 import subprocess
@@ -19,7 +20,7 @@ from qwen_nvfp4_serve.bench.compare import compare, comparison_markdown, differe
 from qwen_nvfp4_serve.bench.landscape import landscape_markdown
 from qwen_nvfp4_serve.bench.published import find_published
 from qwen_nvfp4_serve.bench.report import markdown
-from qwen_nvfp4_serve.bench.result import read_result, write_result
+from qwen_nvfp4_serve.bench.result import Result, read_result, write_result
 from qwen_nvfp4_serve.bench.samples import Failure
 from qwen_nvfp4_serve.bench.series import lines
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError
@@ -175,6 +176,65 @@ def test_compare_interrupted_run_is_refused() -> None:
         compare(made_result(), made_result(complete=False))
 
 
+def with_decode(result: Result, **changes: float) -> Result:
+    """The same with another spread of the first case's decode rate; without one where nothing is given."""
+    case = result.cases[0]
+    value = case.metrics.decode_total
+    assert value is not None
+    metrics = dataclasses.replace(case.metrics, decode_total=dataclasses.replace(value, **changes) if changes else None)
+    return dataclasses.replace(result, cases=(dataclasses.replace(case, metrics=metrics), *result.cases[1:]))
+
+
+@pytest.mark.parametrize("kind", ["median", "std"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300])
+@pytest.mark.parametrize("side", [0, 1])
+def test_compare_what_is_no_rate_is_refused(kind: str, value: float, side: int) -> None:
+    runs = [made_result(), made_result()]
+    runs[side] = with_decode(runs[side], **{kind: value})
+    name = re.escape(runs[side].cases[0].case.decode)
+    with pytest.raises(UsageError, match=f"run 'made', {kind} of {name} t/s: seen {re.escape(str(value))}"):
+        compare(*runs)
+
+
+def test_compare_runs_without_a_common_figure_is_refused() -> None:
+    nothing = dataclasses.replace(made_result(), cases=())
+    for pair in ((nothing, nothing), (made_result(), nothing), (nothing, made_result())):
+        with pytest.raises(UsageError, match="no figure that both have"):
+            compare(*pair)
+
+
+def test_compare_names_the_rows_that_one_run_lacks(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    first, second = with_decode(made_result(label="a")), made_result(label="b")
+    shorter = dataclasses.replace(second, cases=second.cases[:-1])
+    lost = second.cases[-1].case
+    found = compare(first, shorter)
+    page = comparison_markdown(first, shorter, found)
+    assert f"- {first.cases[0].case.decode} t/s is left out: nothing measured by a\n" in page
+    for name in (lost.prefill, lost.decode):
+        assert f"- {name} t/s is left out: nothing measured by b\n" in page
+    assert page.count("left out") == 4
+    back = comparison_markdown(shorter, first, compare(shorter, first))
+    assert f"- {lost.decode} t/s is left out: nothing measured by b\n" in back
+    assert "left out" not in comparison_markdown(second, second, compare(second, second))
+    draw_comparison(first, shorter, found, tmp_path)
+
+
+def test_compare_of_runs_without_any_decode_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    whole = made_result()
+    bare = dataclasses.replace(
+        whole,
+        cases=tuple(
+            dataclasses.replace(case, metrics=dataclasses.replace(case.metrics, decode_total=None))
+            for case in whole.cases
+        ),
+    )
+    found = compare(bare, bare)
+    assert {one.figure for one in found} == {"prefill", "ttft"}
+    draw_comparison(bare, bare, found, tmp_path)
+
+
 def test_compare_says_what_else_differs_and_draws_both(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     first, second = made_result(label="stock"), made_result(120.0, label="ours")
@@ -234,6 +294,11 @@ def test_command_interrupted_keeps_finished_cases_and_no_result(tmp_path: Path) 
         (["compare", "a.json", "b.json"], "result a.json: seen No such file"),
         (["--out", "x", "--base-url", "http://user:secret@127.0.0.1:1/v1"], "--base-url: seen a URL with one of them"),
         (["--out", "x", "--env-file", "none.env"], "none.env"),
+        (["--out", ""], "'--out': an empty path"),
+        (["compare", "", ""], "'first': an empty path"),
+        (["compare", "a.json", "b.json", "--out", ""], "'--out': an empty path"),
+        (["report", "a.json", "--out", ""], "'--out': an empty path"),
+        (["record", "--out", ""], "'--out': an empty path"),
     ],
 )
 def test_command_wrong_use_is_exit_2_and_one_sentence(tmp_path: Path, words: list[str], says: str) -> None:
@@ -285,3 +350,41 @@ def test_command_compare_shows_labels_as_they_are(tmp_path: Path) -> None:
     done = command("compare", "one", "two", folder=tmp_path)
     assert "[red]one[/red]" in done.stdout
     assert "[red]two[/red]" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [("compare", "one", "two", "--out", "."), ("report", "one", "--out", "."), ("--out", ".")]
+)
+def test_command_never_replaces_a_readme_that_bench_did_not_write(tmp_path: Path, words: tuple[str, ...]) -> None:
+    for name in ("one", "two"):
+        write_result(tmp_path / name / "result.json", made_result())
+    (tmp_path / "README.md").write_text("# My project\n")
+    done = command(*words, folder=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: --out .: seen a README.md that bench did not write")
+    assert (tmp_path / "README.md").read_text() == "# My project\n"
+    assert {file.name for file in tmp_path.iterdir()} == {"README.md", "one", "two"}
+
+
+def test_command_writes_its_own_pages_again(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("one", "two"):
+        write_result(tmp_path / name / "result.json", made_result())
+    for words in (("compare", "one", "two", "--out", "both"), ("report", "one")):
+        assert [command(*words, folder=tmp_path).returncode for _ in range(2)] == [0, 0]
+
+
+def test_charts_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    (tmp_path / "compare.svg").write_text("old")
+    kept = figure.savefig
+
+    def cut(self: object, file: object, **options: object) -> None:
+        kept(self, file, **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure, "savefig", cut)
+    first, second = made_result(), made_result(120.0)
+    with pytest.raises(KeyboardInterrupt):
+        draw_comparison(first, second, compare(first, second), tmp_path)
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("compare.svg", "old")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,15 +16,15 @@ from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, read_engine
 from qwen_nvfp4_serve.bench.record import (
     file_of,
     read_card_record,
+    read_visit,
     record_markdown,
-    take,
     write_card_record,
 )
 from qwen_nvfp4_serve.bench.record_charts import start_bars
 from qwen_nvfp4_serve.bench.rows import number
 from qwen_nvfp4_serve.cli import main
 from qwen_nvfp4_serve.errors import UsageError
-from qwen_nvfp4_serve.gpus import find_gpu
+from qwen_nvfp4_serve.gpus import GpuRow, find_gpu
 from qwen_nvfp4_serve.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +46,15 @@ def visit(folder: Path, size: str = "35b", **changed: Callable[[EngineResult], E
         found = changed.get(label, lambda same: same)(part(label, rate))
         (folder / f"engine-{size}-{label}.json").write_bytes(dump_engine(found))
     return folder
+
+
+def take(seen: Path, folder: Path, card: GpuRow) -> tuple[Path, ...]:
+    """Keeps what a visit found, without pages and charts."""
+    kept = []
+    for size, found in read_visit(seen, card).items():
+        kept.append(file_of(folder, size, card))
+        kept[-1].write_bytes(dump_engine(found))
+    return tuple(kept)
 
 
 def words(svg: Path) -> list[str]:
@@ -167,6 +177,63 @@ def test_command_of_a_folder_without_an_engine_is_wrong_use(
 ) -> None:
     assert command(monkeypatch, "--out", str(tmp_path / "empty")) == 2
     assert "no engine of this card" in capsys.readouterr().err
+
+
+def wrong(path: str, value: str) -> Callable[[str], str]:
+    """Puts `value` in a result's JSON where `path` leads."""
+
+    def change(text: str) -> str:
+        found = at = json.loads(text)
+        *way, last = path.split(".")
+        for step in way:
+            at = at[int(step)] if isinstance(at, list) else at[step]
+        at[last] = json.loads(value)
+        return json.dumps(found)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("runs.0.decode.1.median", "Infinity"),
+        ("runs.0.decode.1.median", "NaN"),
+        ("runs.0.decode.1.median", "0"),
+        ("runs.0.decode.1.median", "1e308"),
+        ("runs.0.model_bytes", "1" + "0" * 400),
+        ("runs.0.decode.1.std", "-1"),
+        ("runs.0.depths.65536.decode", "0"),
+        ("spec.streams", "[]"),
+        ("spec.streams", "[0]"),
+    ],
+)
+def test_command_take_of_what_cannot_be_drawn_replaces_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, path: str, value: str
+) -> None:
+    take(visit(tmp_path / "good"), tmp_path, H200)
+    before = {file: file.read_bytes() for file in tmp_path.glob("*.*")}
+    visit(tmp_path / "visit")
+    for file in (tmp_path / "visit").iterdir():
+        file.write_text(wrong(path, value)(file.read_text()))
+    assert command(monkeypatch, "--take", str(tmp_path / "visit"), "--out", str(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert f"engine-35b-stock.json, {path}: seen" in said
+    assert len(said.splitlines()) == 1
+    assert {file: file.read_bytes() for file in tmp_path.glob("*.*")} == before
+
+
+def test_record_whose_charts_fail_replaces_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take(visit(tmp_path / "good"), tmp_path, H200)
+    before = {file: file.read_bytes() for file in tmp_path.glob("*.*")}
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qwen_nvfp4_serve.bench.record_charts.draw_record", fail)
+    seen = visit(tmp_path / "visit", ours=lambda found: replace(found, runs=(made(400.0, "ours"),)))
+    with pytest.raises(KeyboardInterrupt):
+        write_card_record(tmp_path, H200, seen)
+    assert {file: file.read_bytes() for file in tmp_path.glob("*.*")} == before
 
 
 def test_record_in_the_docs_is_what_its_json_says(tmp_path: Path) -> None:

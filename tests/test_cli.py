@@ -89,6 +89,13 @@ def test_serve_env_file_that_was_named_and_is_missing_is_refused(tmp_path: Path)
     assert "mistyped.env" in done.stderr
 
 
+@pytest.mark.parametrize(("name", "says"), [("", "an empty path"), (".", "--env-file .: seen a folder")])
+def test_doctor_env_file_that_is_no_file_is_refused(tmp_path: Path, name: str, says: str) -> None:
+    done = run("doctor", "--env-file", name, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+
+
 def test_serve_sigterm_while_preparing_exits_0(tmp_path: Path) -> None:
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "DEVICE": "cpu", "CACHE_DIR": str(tmp_path / "cache")}
     process = subprocess.Popen(
@@ -138,6 +145,32 @@ def test_output_that_cannot_be_written_is_one_line_and_1(tmp_path: Path) -> None
         done = subprocess.run([*COMMAND, "models"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr == "error: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("models", "typer"),
+        ("models", "qwen_nvfp4_serve.models"),
+        ("kernels", "qwen_nvfp4_serve.cli.kernels"),
+        ("kernels", "rich.console"),
+        ("--help", "qwen_nvfp4_serve.cli.quality"),
+        ("nonsense", "qwen_nvfp4_serve.cli.wrong_use"),
+        ("nonsense", "rich._emoji_codes"),
+    ],
+)
+def test_interrupt_while_modules_are_loaded_is_130_without_a_traceback(
+    tmp_path: Path, command: str, module: str
+) -> None:
+    code = (
+        "import sys\nclass Interrupt:\n    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}:\n            print('interrupted', flush=True)\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\nfrom qwen_nvfp4_serve.cli import main\nmain()\n"
+    )
+    words = [sys.executable, "-c", code, command]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted\n", "")
 
 
 def test_help_lists_every_command(tmp_path: Path) -> None:

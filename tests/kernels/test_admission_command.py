@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,26 @@ def test_kernels_json_has_the_times(cache: Path) -> None:
 
 def test_kernels_without_a_table_says_how_to_make_one(cache: Path) -> None:
     assert "NVFP4_BACKEND=hybrid" in run()
+
+
+def test_kernels_passes_over_what_is_no_regular_file_in_the_cache(cache: Path) -> None:
+    keep()
+    (store.folder() / "a.json").mkdir()
+    (store.folder() / "b.json").symlink_to("b.json")
+    os.mkfifo(store.folder() / "c.json")
+    (store.folder() / "d.json").symlink_to("nowhere")
+    assert len(json.loads(run("--json"))["tables"]) == 1
+    assert [store.read(store.folder() / f"{name}.json") for name in "abcd"] == [None] * 4
+
+
+@pytest.mark.parametrize("cards", ["0", "-1"])
+def test_kernels_of_a_model_split_over_no_card_is_refused(cache: Path, cards: str) -> None:
+    app = typer.Typer()
+    app.callback()(lambda: None)
+    kernels.register(app)
+    done = CliRunner().invoke(app, ["kernels", "--config", str(cache), "--tensor-parallel", cards])
+    assert done.exit_code == 2
+    assert "--tensor-parallel" in done.output
 
 
 def test_kernels_admission_without_a_card_is_refused(

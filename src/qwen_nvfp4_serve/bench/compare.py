@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Verdict = Literal["better", "worse", "noise", "one run"]
 VERDICT_COLOURS: dict[Verdict, str] = {"better": COLOURS[2], "worse": FAULT, "noise": OTHERS, "one run": OTHERS}
 NOISE = 2.0  # a ratio nearer to 1 than this many standard deviations is called noise
+
+LIMIT = 2.0**63  # no rate or time comes near, and a chart can draw what is below
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +84,53 @@ def check_comparable(first: Result, second: Result) -> None:
 
 
 def compare(first: Result, second: Result) -> tuple[Comparison, ...]:
-    """Every figure that both have. Raises UsageError when the settings differ."""
+    """Every figure that both have. Raises UsageError when the settings differ, a figure is no rate or time, or there is
+    none that both have."""
     check_comparable(first, second)
-    others = {case.case: case.metrics for case in second.cases}
-    found: list[Comparison] = []
+    for result in (first, second):
+        _check_figures(result)
+    found = tuple(
+        _compare(figure, _name(figure, case, first), ours, theirs, runs=first.workload.runs)
+        for figure, case, ours, theirs in _pairs(first, second)
+        if ours is not None and theirs is not None and ours.median > 0
+    )
+    if not found:
+        raise UsageError("these runs cannot be compared", seen="no figure that both have", expected="one or more")
+    return found
+
+
+def left_out(first: Result, second: Result) -> tuple[tuple[str, str], ...]:
+    """The figures that are not compared: name, and the label of the run that lacks it, or both labels."""
+    rows = []
+    for figure, case, ours, theirs in _pairs(first, second):
+        lacking = [
+            result.label
+            for result, value in ((first, ours), (second, theirs))
+            if value is None or (result is first and value.median == 0)
+        ]
+        if lacking and (len(lacking) == 1 or case.phase == "request"):  # a context that is only cached has no decode
+            rows.append((_name(figure, case, first), " and ".join(lacking)))
+    return tuple(rows)
+
+
+def _pairs(first: Result, second: Result) -> Iterator[tuple[Figure, Case, Spread | None, Spread | None]]:
+    """Every figure of every case that either run has."""
+    here, there = ({case.case: case.metrics for case in result.cases} for result in (first, second))
     for figure in FIGURES:
-        for case in first.cases:
-            ours, theirs = figure.pick(case.metrics), figure.pick(others[case.case]) if case.case in others else None
-            if ours is not None and theirs is not None and ours.median > 0:
-                found.append(_compare(figure, _name(figure, case.case, first), ours, theirs, runs=first.workload.runs))
-    return tuple(found)
+        for case in here | there:
+            ours, theirs = (figure.pick(seen[case]) if case in seen else None for seen in (here, there))
+            yield figure, case, ours, theirs
+
+
+def _check_figures(result: Result) -> None:
+    for figure in FIGURES:
+        for case in result.cases:
+            value = figure.pick(case.metrics)
+            for kind in () if value is None else ("median", "std"):
+                seen = getattr(value, kind)
+                if not 0 <= seen < LIMIT:  # NaN is neither
+                    what = f"run {result.label!r}, {kind} of {_name(figure, case.case, result)}"
+                    raise UsageError(what, seen=str(seen), expected="a number below 2^63, 0 or more")
 
 
 def differences(first: Result, second: Result) -> tuple[tuple[str, str, str], ...]:
@@ -117,6 +156,7 @@ def comparison_markdown(first: Result, second: Result, found: tuple[Comparison, 
     lines = [f"# {second.label} against {first.label}", ""]
     for name, here, there in differences(first, second):
         lines.append(f"- {name} differs: {here} and {there}")
+    lines += [f"- {name} is left out: nothing measured by {lacking}" for name, lacking in left_out(first, second)]
     lines += ["", f"| test | {first.label} | {second.label} | ratio | |", "|:--|--:|--:|--:|:--|"]
     for one in found:
         lines.append(f"| {one.name} | {cell(one.first)} | {cell(one.second)} | {one.ratio_words} | {one.verdict} |")

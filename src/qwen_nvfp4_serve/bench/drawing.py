@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.series import Line, short
 from qwen_nvfp4_serve.bench.statistics import Spread
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, printable
@@ -59,10 +61,13 @@ def new_figure(title: str, footer: str, *, columns: int, height: float = 4.6) ->
 
 
 def save(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
-    """Writes `name`.png and `name`.svg."""
+    """Writes `name`.png and `name`.svg, each whole or not at all."""
     png, svg = folder / f"{name}.png", folder / f"{name}.svg"
-    figure.savefig(png, dpi=PNG_DPI)
-    figure.savefig(svg, metadata={"Date": None})
+    pixels, shapes = BytesIO(), BytesIO()
+    figure.savefig(pixels, format="png", dpi=PNG_DPI)
+    figure.savefig(shapes, format="svg", metadata={"Date": None})
+    write_whole(png, pixels.getvalue())
+    write_whole(svg, shapes.getvalue())
     return png, svg
 
 
@@ -121,7 +126,8 @@ def draw_pairs(axes: Axes, pairs: Sequence[tuple[str, Spread, Spread]], names: t
     axes.grid(visible=True, axis="x")
     axes.grid(visible=False, axis="y")
     axes.set_xlabel(unit)
-    axes.legend(loc="upper right", ncols=2, fontsize=8.5, borderpad=0)
+    if pairs:
+        axes.legend(loc="upper right", ncols=2, fontsize=8.5, borderpad=0)
 
 
 def draw_bars(axes: Axes, bars: Sequence[tuple[str, float, float, str]], *, unit: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ KERNEL_KINDS: tuple[tuple[str, str], ...] = (
     ("copy and cast", r"copy|cast|fill|memset|memcpy"),
 )
 OTHER_KIND = "other"
+LIMIT = 2**63  # no rate, time or size comes near, and a chart can draw what is below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,14 +169,43 @@ def dump_engine(result: EngineResult) -> bytes:
 
 
 def read_engine(path: Path) -> EngineResult:
-    """A result from a file that the worker wrote. Raises UsageError."""
+    """A result from a file that the worker wrote. Raises UsageError naming a field that no page can show."""
     try:
         result = _RESULT.validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise UsageError(f"engine result {path}", seen=str(error).splitlines()[0]) from None
     if not result.runs:
         raise UsageError(f"engine result {path}, runs", seen="none", expected="one or more")
+    for name, value, positive in _figures(result):
+        if not 0 <= value < LIMIT or (positive and value == 0):  # NaN is neither
+            expected = f"a number below 2^63, {'above 0' if positive else '0 or more'}"
+            raise UsageError(f"engine result {path}, {name}", seen=str(value), expected=expected)
     return result
+
+
+def _figures(result: EngineResult) -> Iterator[tuple[str, float, bool]]:
+    """Every figure that a page divides by or a chart draws: where it stands, what it is, whether it is above 0."""
+    for name in ("streams", "prefills", "depths"):
+        yield from ((f"spec.{name}", value, True) for value in getattr(result.spec, name))
+    for place, run in enumerate(result.runs):
+        where = f"runs.{place}"
+        for kind, rates in (("decode", run.decode), ("prefill", run.prefill)):
+            for count, value in rates.items():
+                yield f"{where}.{kind}", count, True
+                yield f"{where}.{kind}.{count}.median", value.median, True
+                yield f"{where}.{kind}.{count}.std", value.std, False
+        for depth, behind in run.depths.items():
+            yield f"{where}.depths", depth, True
+            yield f"{where}.depths.{depth}.prefill", behind.prefill, True
+            yield f"{where}.depths.{depth}.decode", behind.decode, True
+        yield f"{where}.load_s", run.load_s, False
+        yield from ((f"{where}.restart_s", value, False) for value in run.restart_s)
+        for size in ("model_bytes", "reserved_bytes"):
+            if getattr(run, size) is not None:
+                yield f"{where}.{size}", getattr(run, size), False
+        for kernel in run.kernels:
+            yield f"{where}.kernels, {kernel.name}", kernel.us, False
+            yield f"{where}.kernels, {kernel.name}", kernel.calls, False
 
 
 def decode_rates(spec: EngineSpec, streams: int, short_s: Sequence[float], long_s: Sequence[float]) -> Spread:

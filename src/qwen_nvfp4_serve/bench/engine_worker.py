@@ -33,6 +33,7 @@ from qwen_nvfp4_serve.bench.engine import (
     read_engine,
     read_spec,
 )
+from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.machine import query_cards
 from qwen_nvfp4_serve.bench.statistics import spread
 
@@ -74,7 +75,7 @@ def main() -> None:
             runs = (replace(runs[0], cold=True), *runs[1:])
             runs = tuple(replace(run, restart_s=restart_seconds(spec, run.label, Path(caches))) for run in runs)
     versions = {name: str(import_module(name).__version__) for name in ("vllm", "torch")}
-    out.write_bytes(dump_engine(EngineResult(spec=spec, cards=query_cards(), runs=runs, **versions)))
+    write_whole(out, dump_engine(EngineResult(spec=spec, cards=query_cards(), runs=runs, **versions)))
 
 
 def restart_seconds(spec: EngineSpec, label: str, folder: Path) -> tuple[float, ...]:

@@ -15,6 +15,10 @@ from qwen_nvfp4_serve.errors import UsageError
 
 Record = TypeVar("Record")
 
+PAGE = "README.md"
+# A line of every page that bench writes under that name: of a run, of a comparison, of engines.
+PAGE_LINES = ("Measured on: **", "![comparison](compare.png)", "Options of vllm.LLM:")
+
 
 def write_whole(path: Path, data: bytes) -> None:
     """Writes the whole file or nothing: it appears under its name only when it is on disk."""
@@ -43,6 +47,14 @@ def read_record(adapter: TypeAdapter[Record], file: Path, command: str) -> Recor
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise UsageError(f"result {file}", seen=f"{where}: {first['msg']}", expected=expected) from None
+
+
+def check_page(folder: Path) -> None:
+    """Raises UsageError where the page would replace a README.md that bench did not write, as a project's own."""
+    page = folder / PAGE
+    if page.is_file() and not any(line in page.read_text(errors="replace") for line in PAGE_LINES):
+        seen, expected = f"a {PAGE} that bench did not write", "a folder without one"
+        raise UsageError(f"--out {folder}", seen=seen, expected=expected, do="Name another folder.")
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -59,15 +60,20 @@ def file_of(folder: Path, size: str, card: GpuRow) -> Path:
     return folder / f"engine-{size}-{card.name}.json"
 
 
-def read_card_record(folder: Path, card: GpuRow) -> tuple[Recorded, ...]:
-    """What there is of a card. Raises UsageError where there is nothing, or a file is of another card."""
+def read_card_record(
+    folder: Path, card: GpuRow, taken: Mapping[str, EngineResult] | None = None
+) -> tuple[Recorded, ...]:
+    """What there is of a card, `taken` instead of the file of its size. Raises UsageError where there is nothing, or a
+    file is of another card."""
     found = []
     for size in SIZES:
         file = file_of(folder, size, card)
-        if not file.exists():
-            continue
-        result = read_engine(file)
-        _check_card(file, result, card)
+        result = (taken or {}).get(size)
+        if result is None:
+            if not file.exists():
+                continue
+            result = read_engine(file)
+            _check_part(file, result, card)
         found.append(Recorded(size=size, model=_plan_model(size), result=result))
     if not found:
         expected = " or ".join(file_of(folder, size, card).name for size in SIZES)
@@ -75,40 +81,44 @@ def read_card_record(folder: Path, card: GpuRow) -> tuple[Recorded, ...]:
     return tuple(found)
 
 
-def take(visit: Path, folder: Path, card: GpuRow) -> tuple[Path, ...]:
-    """Joins the files `engine-<size>-<label>.json` of a visit to a card into one a size; returns those written.
+def read_visit(visit: Path, card: GpuRow) -> dict[str, EngineResult]:
+    """The files `engine-<size>-<label>.json` of a visit to a card, joined into one result a size.
 
-    Sizes of which the visit has nothing stay as they are. Raises UsageError where the visit has nothing at all, or what
-    it has of one size is not of one machine, one version and one workload.
+    Raises UsageError where the visit has nothing at all, or what it has of one size is not of one machine, one version
+    and one workload.
     """
-    written = []
+    taken = {}
     for size in SIZES:
         files = [visit / f"engine-{size}-{label}.json" for label in LABELS]
         parts = [(file, read_engine(file)) for file in files if file.exists()]
         if parts:
             for file, part in parts:
-                _check_card(file, part, card)
-            written.append(file_of(folder, size, card))
-            write_whole(written[-1], dump_engine(_joined(parts, MODELS[size])))
-    if not written:
+                _check_part(file, part, card)
+            taken[size] = _joined(parts, MODELS[size])
+    if not taken:
         expected = "engine-<size>-<label>.json, as a visit to a card leaves them"
         raise UsageError(f"visit {visit}", seen="no engine", expected=expected)
-    return tuple(written)
+    return taken
 
 
-def write_card_record(folder: Path, card: GpuRow) -> tuple[Path, ...]:
-    """Writes the page of every size, the charts and `<card>.md`; returns the pages."""
+def write_card_record(folder: Path, card: GpuRow, visit: Path | None = None) -> tuple[Path, ...]:
+    """Writes the page of every size, the charts and `<card>.md`, and first what a visit found of a size, if one is
+    given; returns the results and pages. All is made before anything is replaced. Raises UsageError."""
     from qwen_nvfp4_serve.bench.record_charts import draw_record
 
-    record = read_card_record(folder, card)
-    pages = []
+    taken = {} if visit is None else read_visit(visit, card)
+    record = read_card_record(folder, card, taken)
+    files = {file_of(folder, size, card): dump_engine(result) for size, result in taken.items()}
     for one in record:
-        pages.append(file_of(folder, one.size, card).with_suffix(".md"))
-        pages[-1].write_text(engine_markdown(one.result, one.model), encoding="utf-8")
-    draw_record(record, card, folder)
-    pages.append(folder / f"{card.name}.md")
-    pages[-1].write_text(record_markdown(record, card), encoding="utf-8")
-    return tuple(pages)
+        page = file_of(folder, one.size, card).with_suffix(".md")
+        files[page] = engine_markdown(one.result, one.model).encode()
+    files[folder / f"{card.name}.md"] = record_markdown(record, card).encode()
+    with tempfile.TemporaryDirectory() as charts:
+        draw_record(record, card, Path(charts))
+        drawn = {folder / chart.name: chart.read_bytes() for chart in sorted(Path(charts).iterdir())}
+    for file, data in (files | drawn).items():
+        write_whole(file, data)
+    return tuple(files)
 
 
 def record_markdown(record: Sequence[Recorded], card: GpuRow) -> str:
@@ -228,10 +238,12 @@ def _joined(parts: Sequence[tuple[Path, EngineResult]], model: str) -> EngineRes
     return replace(first, spec=replace(first.spec, model_folder=model, configurations=configurations), runs=runs)
 
 
-def _check_card(file: Path, result: EngineResult, card: GpuRow) -> None:
+def _check_part(file: Path, result: EngineResult, card: GpuRow) -> None:
     name = _card_name(result)
     if name is None or match_gpu(name) != card:
         raise UsageError(f"{file.name}, card", seen=name or "none", expected=card.title)
+    if not result.spec.streams:  # a start that only took its time measures none, and is no record
+        raise UsageError(f"{file.name}, spec.streams", seen="none", expected="one or more")
 
 
 def _card_name(result: EngineResult) -> str | None:

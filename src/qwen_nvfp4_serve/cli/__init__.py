@@ -8,10 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-import typer
+try:
+    import typer
 
-from qwen_nvfp4_serve import __version__
-from qwen_nvfp4_serve.errors import QwenNvfp4Error
+    from qwen_nvfp4_serve import __version__
+    from qwen_nvfp4_serve.errors import QwenNvfp4Error
+except KeyboardInterrupt:  # it takes long enough for Ctrl-C to come here
+    sys.exit(130)
 
 COMMANDS = (
     "serve",
@@ -49,17 +52,22 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def main() -> None:
     """Entry point: runs one command and exits with its code; an error we know is one line on standard error."""
+    try:
+        _run()
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _run() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 shows a question mark
-    for name in _named(sys.argv[1:]):
-        importlib.import_module(f"qwen_nvfp4_serve.cli.{name}").register(app)
     try:
+        for name in _named(sys.argv[1:]):
+            importlib.import_module(f"qwen_nvfp4_serve.cli.{name}").register(app)
         code = app(standalone_mode=False)
     except QwenNvfp4Error as error:
         _fail(error)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
     except OSError as error:  # of standard output, mostly: a full disk
         place = f": {error.filename}" if error.filename else ""
         _fail(QwenNvfp4Error(f"{error.strerror or error}{place}"))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from qwen_nvfp4_serve.cli.measuring import new_folder, numbers, reach
+from qwen_nvfp4_serve.cli.paths import path
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError, printable
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from qwen_nvfp4_serve.bench.result import Result
     from qwen_nvfp4_serve.bench.runner import Order
 
-RESULT, INTERRUPTED, PAGE = "result.json", "interrupted.json", "README.md"
+RESULT, INTERRUPTED = "result.json", "interrupted.json"
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 group = typer.Typer(invoke_without_command=True)
@@ -49,7 +50,7 @@ def register(app: typer.Typer) -> None:
 def bench(
     context: typer.Context,
     *,
-    out: Path | None = typer.Option(None, help="Folder for result.json, the page and the charts. Needed."),
+    out: Path | None = typer.Option(None, parser=path, help="Folder for result.json, the page and the charts. Needed."),
     base_url: str = typer.Option("", help="Endpoint to measure; by default the one that the settings serve."),
     depth: str = typer.Option("0", help="Context before the prompt, tokens: 0,4096,8192."),
     prompt: str = typer.Option("2048", help="Prompt, tokens."),
@@ -70,10 +71,12 @@ def bench(
     label: str = typer.Option("", help="Name of this run on the page and in charts."),
     card: str | None = typer.Option(None, help="Name of the card, when the server is on another machine."),
     against: str = typer.Option("", help="Published figures to draw beside: seed_35b,seed_27b_marlin."),
-    server_log: Path | None = typer.Option(None, help="File with the server's log; its kernel lines are kept."),
-    plan: Path | None = typer.Option(None, help="JSON of `qwen-nvfp4 plan --json`, kept with the result."),
+    server_log: Path | None = typer.Option(
+        None, parser=path, help="File with the server's log; its kernel lines are kept."
+    ),
+    plan: Path | None = typer.Option(None, parser=path, help="JSON of `qwen-nvfp4 plan --json`, kept with the result."),
     env_file: Path | None = typer.Option(
-        None, "--env-file", readable=False, help="Settings of the server instead of .env; its key is used."
+        None, "--env-file", parser=path, help="Settings of the server instead of .env; its key is used."
     ),
 ) -> None:
     """Prefill and decode speed at context depth, from a running server.
@@ -82,6 +85,7 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
+    from qwen_nvfp4_serve.bench.files import check_page
     from qwen_nvfp4_serve.bench.published import find_published
     from qwen_nvfp4_serve.bench.runner import Order
     from qwen_nvfp4_serve.bench.subject import subject_of
@@ -106,6 +110,7 @@ def bench(
         tpot_limit_ms=tpot_ms,
     )
     folder = new_folder(out, RESULT)
+    check_page(folder)
     names = [name.strip() for name in against.split(",") if name.strip()]
     find_published(names)
     check_workload(workload, 0)
@@ -117,26 +122,30 @@ def bench(
 
 @group.command()
 def compare(
-    first: Path = typer.Argument(help="result.json, or the folder it is in: the baseline."),
-    second: Path = typer.Argument(help="result.json, or the folder it is in: what is compared with it."),
-    out: Path | None = typer.Option(None, help="Folder for a page and a chart."),
+    first: Path = typer.Argument(parser=path, help="result.json, or the folder it is in: the baseline."),
+    second: Path = typer.Argument(parser=path, help="result.json, or the folder it is in: what is compared with it."),
+    out: Path | None = typer.Option(None, parser=path, help="Folder for a page and a chart."),
 ) -> None:
     """Ratios of two runs with equal settings; refuses others and names what differs."""
     from rich.markup import escape
     from rich.table import Table
 
     from qwen_nvfp4_serve.bench.compare import compare as compare_results
-    from qwen_nvfp4_serve.bench.compare import comparison_markdown, differences, draw_comparison
-    from qwen_nvfp4_serve.bench.files import writing
+    from qwen_nvfp4_serve.bench.compare import comparison_markdown, differences, draw_comparison, left_out
+    from qwen_nvfp4_serve.bench.files import PAGE, check_page, write_whole, writing
     from qwen_nvfp4_serve.bench.result import read_result
     from qwen_nvfp4_serve.bench.rows import cell
     from qwen_nvfp4_serve.cli.bench_screen import screen
 
     one, other = read_result(first), read_result(second)
+    if out is not None:
+        check_page(out)
     found = compare_results(one, other)
     console = screen()
     for name, here, there in differences(one, other):
         console.print(f"{name} differs: {here} and {there}", markup=False)
+    for name, lacking in left_out(one, other):
+        console.print(f"{name} is left out: nothing measured by {printable(lacking)}", markup=False)
     table = Table("test", *(escape(printable(run.label)) for run in (one, other)), "ratio", "")
     for row in found:
         table.add_row(row.name, cell(row.first), cell(row.second), row.ratio_words, row.verdict)
@@ -144,24 +153,25 @@ def compare(
     if out is not None:
         with writing(out):
             draw_comparison(one, other, found, out)
-            (out / PAGE).write_text(comparison_markdown(one, other, found), encoding="utf-8")
+            write_whole(out / PAGE, comparison_markdown(one, other, found).encode())
         console.print(f"wrote {out / PAGE}", markup=False)
 
 
 @group.command()
 def report(
-    result: Path = typer.Argument(help="result.json, or the folder it is in."),
-    out: Path | None = typer.Option(None, help="Folder to write to; by default the one of the result."),
+    result: Path = typer.Argument(parser=path, help="result.json, or the folder it is in."),
+    out: Path | None = typer.Option(None, parser=path, help="Folder to write to; by default the one of the result."),
     against: str = typer.Option("", help="Published figures to draw beside."),
 ) -> None:
     """Make the page and the charts of a run again, from its data alone."""
-    from qwen_nvfp4_serve.bench.files import writing
+    from qwen_nvfp4_serve.bench.files import check_page, writing
     from qwen_nvfp4_serve.bench.result import read_result
     from qwen_nvfp4_serve.cli.bench_screen import screen
 
     names = [name.strip() for name in against.split(",") if name.strip()]
     folder = out or (result if result.is_dir() else result.parent)
     found = read_result(result)
+    check_page(folder)
     with writing(folder):
         _write_page(found, folder, names, screen())
 
@@ -169,8 +179,8 @@ def report(
 @group.command()
 def engine(
     *,
-    folder: Path = typer.Argument(help="Folder with config.json and tokenizer; its weights are not read."),
-    out: Path = typer.Option(..., help="Folder for engine.json and the page."),
+    folder: Path = typer.Argument(parser=path, help="Folder with config.json and tokenizer; its weights are not read."),
+    out: Path = typer.Option(..., parser=path, help="Folder for engine.json and the page."),
     config: list[str] = typer.Option(
         ["stock={}"], help="LABEL=JSON, keyword arguments of vllm.LLM; once for each configuration."
     ),
@@ -212,35 +222,38 @@ def _configuration(text: str) -> tuple[str, dict[str, object]]:
 @group.command("published")
 def published_figures(
     card: str = typer.Argument("rtx-5090", help="Card of the table, as `qwen-nvfp4 plan --gpu` takes it."),
-    out: Path = typer.Option(Path("docs/results"), help="Folder for the page and the chart."),
+    out: Path = typer.Option(Path("docs/results"), parser=path, help="Folder for the page and the chart."),
 ) -> None:
     """Write what others published for a card beside what its bandwidth allows; measures nothing."""
-    from qwen_nvfp4_serve.bench.files import writing
+    from qwen_nvfp4_serve.bench.files import write_whole, writing
     from qwen_nvfp4_serve.bench.landscape import draw_landscape, landscape_markdown
     from qwen_nvfp4_serve.gpus import find_gpu
 
     row = find_gpu(card)
     with writing(out):
         chart = draw_landscape(row, out)
-        (out / f"{row.name}.md").write_text(landscape_markdown(row, chart), encoding="utf-8")
+        write_whole(out / f"{row.name}.md", landscape_markdown(row, chart).encode())
 
 
 @group.command("record")
 def card_record(
     card: str = typer.Argument("h200", help="Card of the record, as `qwen-nvfp4 plan --gpu` takes it."),
-    take: Path | None = typer.Option(None, help="Folder of a visit to the card: its engine-<size>-<label>.json first."),
-    out: Path = typer.Option(Path("docs/results"), help="Folder with engine-<size>-<card>.json; pages and charts too."),
+    take: Path | None = typer.Option(
+        None, parser=path, help="Folder of a visit to the card: its engine-<size>-<label>.json first."
+    ),
+    out: Path = typer.Option(
+        Path("docs/results"), parser=path, help="Folder with engine-<size>-<card>.json; pages and charts too."
+    ),
 ) -> None:
     """Write the pages and charts of what was measured on a card, from its JSON alone; measures nothing."""
     from qwen_nvfp4_serve.bench.files import writing
-    from qwen_nvfp4_serve.bench.record import take as take_visit
     from qwen_nvfp4_serve.bench.record import write_card_record
     from qwen_nvfp4_serve.cli.bench_screen import screen
     from qwen_nvfp4_serve.gpus import find_gpu
 
     row = find_gpu(card)
     with writing(out):
-        written = (() if take is None else take_visit(take, out, row)) + write_card_record(out, row)
+        written = write_card_record(out, row, take)
     screen().print("wrote", ", ".join(map(str, written)), markup=False)
 
 
@@ -274,6 +287,7 @@ def _measure(order: Order, folder: Path, against: list[str]) -> None:
 def _write_page(result: Result, folder: Path, names: list[str], console: Console) -> None:
     """Charts and page. Without matplotlib the page is made without charts, and one line says so."""
     from qwen_nvfp4_serve.bench.charts import draw_charts
+    from qwen_nvfp4_serve.bench.files import PAGE, write_whole
     from qwen_nvfp4_serve.bench.published import find_published
     from qwen_nvfp4_serve.bench.report import markdown
 
@@ -283,5 +297,5 @@ def _write_page(result: Result, folder: Path, names: list[str], console: Console
         charts = draw_charts(result, folder, against)
     except QwenNvfp4Error as error:
         console.print(f"WARNING: {error}", markup=False)
-    (folder / PAGE).write_text(markdown(result, charts, against), encoding="utf-8")
+    write_whole(folder / PAGE, markdown(result, charts, against).encode())
     console.print(f"wrote {folder / PAGE} and {len(charts)} charts", markup=False)

@@ -102,13 +102,14 @@ def screen() -> Console:
 def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
     """Runs the worker in a process that becomes the engine, then writes and prints the page."""
     from qwen_nvfp4_serve.bench.engine import check_spec, dump_spec, engine_markdown, read_engine
-    from qwen_nvfp4_serve.bench.files import writing
+    from qwen_nvfp4_serve.bench.files import PAGE, check_page, write_whole, writing
     from qwen_nvfp4_serve.errors import QwenNvfp4Error
     from qwen_nvfp4_serve.preflight import installed_kind
     from qwen_nvfp4_serve.shims import python_path
 
     planned = None if model is None else _plan_model(model)
     spec_file, result_file = out / "engine-spec.json", out / "engine.json"
+    check_page(out)
     with writing(out):
         spec_file.write_bytes(dump_spec(check_spec(spec)))
     inherited = os.environ.get("PYTHONPATH")
@@ -120,7 +121,7 @@ def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
         raise QwenNvfp4Error("the engine bench failed", seen=f"exit code {code}", do="Its output is above.")
     page = engine_markdown(read_engine(result_file), planned)
     with writing(out):
-        (out / "README.md").write_text(page, encoding="utf-8")
+        write_whole(out / PAGE, page.encode())
     screen().print(page, markup=False)
 
 

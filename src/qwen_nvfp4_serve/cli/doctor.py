@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from qwen_nvfp4_serve.cli.paths import path
+
 if TYPE_CHECKING:
     from qwen_nvfp4_serve.doctor import Check, Diagnosis, Facts
 
@@ -24,8 +26,10 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print JSON."),
-    facts: Path | None = typer.Option(None, help="Judge the facts of this JSON file instead of this host."),
-    env_file: Path | None = typer.Option(None, help="File with KEY=value lines instead of .env."),
+    facts: Path | None = typer.Option(
+        None, parser=path, help="Judge the facts of this JSON file instead of this host."
+    ),
+    env_file: Path | None = typer.Option(None, parser=path, help="File with KEY=value lines instead of .env."),
 ) -> None:
     """Check driver, card, memory, containers, disk, access, versions and settings.
 
@@ -62,6 +66,8 @@ def _gather(named: Path | None) -> Facts:
     env_file = named or ENV_FILE
     if named is not None and not named.exists():
         raise UsageError(f"{named} is not there", do="Name a file with KEY=value lines.")
+    if named is not None and named.is_dir():
+        raise UsageError(f"--env-file {named}", seen="a folder", expected="a file with KEY=value lines")
     text, fault = None, None
     with suppress(OSError):
         text = env_file.read_bytes().decode(errors="replace") if env_file.is_file() else None

@@ -42,7 +42,7 @@ def kernels(
         Path | None,
         typer.Option(help="Folder with a config.json: admit kernels for this model now, on the first card."),
     ] = None,
-    tensor_parallel: Annotated[int, typer.Option(help="Cards that the model is split over.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Cards that the model is split over.")] = 1,
     json_: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Show the kernel tables kept in the cache, and whether each holds for the card and software of this machine.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from qwen_nvfp4_serve.cli.measuring import new_folder, numbers, reach
+from qwen_nvfp4_serve.cli.paths import path
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UsageError, printable
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def register(app: typer.Typer) -> None:
 def quality(
     context: typer.Context,
     *,
-    out: Path | None = typer.Option(None, help="Folder for quality.json, the page and the chart. Needed."),
+    out: Path | None = typer.Option(None, parser=path, help="Folder for quality.json, the page and the chart. Needed."),
     base_url: str = typer.Option("", help="Endpoint to ask; by default the one that the settings serve."),
     model: str | None = typer.Option(None, help="Which of the endpoint's models; by default the first it lists."),
     api_key: str | None = typer.Option(
@@ -58,9 +59,11 @@ def quality(
     at_least: float | None = typer.Option(None, help="Exit with 1 below this share of right answers, %."),
     label: str = typer.Option("", help="Name of this run on the page and in the chart."),
     card: str | None = typer.Option(None, help="Name of the card, when the server is on another machine."),
-    server_log: Path | None = typer.Option(None, help="File with the server's log; its kernel lines are kept."),
+    server_log: Path | None = typer.Option(
+        None, parser=path, help="File with the server's log; its kernel lines are kept."
+    ),
     env_file: Path | None = typer.Option(
-        None, "--env-file", readable=False, help="Settings of the server instead of .env; its key is used."
+        None, "--env-file", parser=path, help="Settings of the server instead of .env; its key is used."
     ),
 ) -> None:
     """Questions with one right answer to any OpenAI endpoint: needles, arithmetic, tool calls, long answers.
@@ -97,15 +100,15 @@ def quality(
 
 @group.command()
 def compare(
-    first: Path = typer.Argument(help="quality.json, or the folder it is in: the baseline."),
-    second: Path = typer.Argument(help="quality.json, or the folder it is in: what is compared with it."),
-    out: Path | None = typer.Option(None, help="Folder for a page and a chart."),
+    first: Path = typer.Argument(parser=path, help="quality.json, or the folder it is in: the baseline."),
+    second: Path = typer.Argument(parser=path, help="quality.json, or the folder it is in: what is compared with it."),
+    out: Path | None = typer.Option(None, parser=path, help="Folder for a page and a chart."),
 ) -> None:
     """Two runs question by question, and whether they differ by more than chance."""
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from qwen_nvfp4_serve.bench.files import writing
+    from qwen_nvfp4_serve.bench.files import write_whole, writing
     from qwen_nvfp4_serve.cli.bench_screen import screen
     from qwen_nvfp4_serve.quality.compare import HEADERS, comparison_markdown, differences, draw_comparison, warnings
     from qwen_nvfp4_serve.quality.compare import compare as compare_results
@@ -135,14 +138,14 @@ def compare(
         except QwenNvfp4Error as error:
             console.print(f"WARNING: {error}", markup=False)
         page = comparison_markdown(one, other, found, chart=chart)
-        (out / "quality-compare.md").write_text(page, encoding="utf-8")
+        write_whole(out / "quality-compare.md", page.encode())
         console.print(f"wrote {out / 'quality-compare.md'}", markup=False)
 
 
 @group.command()
 def report(
-    result: Path = typer.Argument(help="quality.json, or the folder it is in."),
-    out: Path | None = typer.Option(None, help="Folder to write to; by default the one of the result."),
+    result: Path = typer.Argument(parser=path, help="quality.json, or the folder it is in."),
+    out: Path | None = typer.Option(None, parser=path, help="Folder to write to; by default the one of the result."),
 ) -> None:
     """Make the page and the chart of a run again, from its data alone."""
     from qwen_nvfp4_serve.bench.files import writing
@@ -226,6 +229,7 @@ def _show(result: Result, console: Console) -> None:
 
 def _write_page(result: Result, folder: Path, console: Console) -> None:
     """Chart and page. Without matplotlib the page is made without the chart, and one line says so."""
+    from qwen_nvfp4_serve.bench.files import write_whole
     from qwen_nvfp4_serve.quality.charts import draw_quality
     from qwen_nvfp4_serve.quality.report import quality_markdown
 
@@ -234,5 +238,5 @@ def _write_page(result: Result, folder: Path, console: Console) -> None:
         chart = draw_quality(result, folder)
     except QwenNvfp4Error as error:
         console.print(f"WARNING: {error}", markup=False)
-    (folder / PAGE).write_text(quality_markdown(result, chart), encoding="utf-8")
+    write_whole(folder / PAGE, quality_markdown(result, chart).encode())
     console.print(f"wrote {folder / PAGE}" + (f" and {chart.name}" if chart else ""), markup=False)

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from importlib import metadata
@@ -71,7 +72,9 @@ def path_of(directory: Path, valid_for: Mapping[str, str], shapes: Sequence[Shap
 
 
 def read(path: Path) -> Table | None:
-    """The table in a file; None where there is none or it cannot be read."""
+    """The table in a file; None where there is none or it cannot be read. A pipe is not waited for."""
+    if _changed(path) is None:
+        return None
     try:
         return from_json(json.loads(path.read_text()))
     except (OSError, ValueError, QwenNvfp4Error):
@@ -88,8 +91,18 @@ def write(path: Path, table: Table) -> None:
 
 def kept(directory: Path) -> tuple[Table, ...]:
     """Every table in the folder that can be read, oldest first."""
-    paths = sorted(directory.glob("*.json"), key=lambda path: path.stat().st_mtime) if directory.is_dir() else []
-    return tuple(table for path in paths if (table := read(path)) is not None)
+    found = directory.glob("*.json") if directory.is_dir() else ()
+    dated = sorted((when, path) for path in found if (when := _changed(path)) is not None)
+    return tuple(table for _, path in dated if (table := read(path)) is not None)
+
+
+def _changed(path: Path) -> float | None:
+    """When a regular file was changed last; None where there is none."""
+    try:
+        seen = path.stat()
+    except OSError:
+        return None
+    return seen.st_mtime if stat.S_ISREG(seen.st_mode) else None
 
 
 @contextlib.contextmanager
