@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.emulator import compiled
 
 from qwen_nvfp4_serve.kernels.bf16_linear import binding
 from qwen_nvfp4_serve.kernels.build import BF16_LINEAR
 from qwen_nvfp4_serve.kernels.nvfp4_linear import reference
 
 HERE = Path(__file__).parent
-EMULATED = HERE.parent / "nvfp4_moe" / "emulated"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 INVALID = 1  # cudaErrorInvalidValue
 # Rows that fill no block, columns that leave warps without work, several batches, and more row blocks than CTAs.
@@ -26,11 +25,7 @@ TOKENS = (1, 2, 7, 8, 9, 16)
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel compiled for a CPU, behind the same interface as for a card."""
-    target = tmp_path_factory.mktemp("emulator") / "bf16.so"
-    folders = [f"-I{EMULATED}", f"-I{BF16_LINEAR.folder}", *BF16_LINEAR.include_flags()]
-    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", "-Wno-unknown-pragmas", *folders]
-    subprocess.run([*command, str(HERE / "emulate_bf16.cpp"), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
+    return compiled(BF16_LINEAR, HERE / "emulate_bf16.cpp", tmp_path_factory.mktemp("emulator"))
 
 
 class Case:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import itertools
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.emulator import compiled
 
 from qwen_nvfp4_serve.kernels import gdn_decode
 from qwen_nvfp4_serve.kernels.build import GDN_DECODE
@@ -19,7 +19,6 @@ from qwen_nvfp4_serve.kernels.gdn_decode import Step, binding, check, reference
 from qwen_nvfp4_serve.kernels.gdn_decode.check import Form, random_step, whole
 
 HERE = Path(__file__).parent
-EMULATED = HERE.parent / "nvfp4_moe" / "emulated"
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 INVALID = 1  # cudaErrorInvalidValue
 ROWS = (16, 32, 64)
@@ -34,11 +33,7 @@ def made_step(indices: list[int], form: Form = PAIR, seed: int = 0) -> Step:
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernel compiled for a CPU, behind the same interface as for a card."""
-    target = tmp_path_factory.mktemp("emulator") / "gdn.so"
-    folders = [f"-I{EMULATED}", f"-I{GDN_DECODE.folder}", *GDN_DECODE.include_flags()]
-    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", "-Wno-unknown-pragmas", *folders]
-    subprocess.run([*command, str(HERE / "emulate_gdn.cpp"), "-o", str(target)], check=True)
-    return binding.declared(ctypes.CDLL(str(target)))
+    return binding.declared(compiled(GDN_DECODE, HERE / "emulate_gdn.cpp", tmp_path_factory.mktemp("emulator")))
 
 
 class Run:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from tests.kernels.emulator import compiled
 
 from qwen_nvfp4_serve.kernels import nvfp4_moe
 from qwen_nvfp4_serve.kernels.build import NVFP4_MOE
@@ -23,11 +23,7 @@ EMBEDDED = check.SHAPES["embedded"]
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The kernels compiled for a CPU, behind the same interface as for a card."""
-    target = tmp_path_factory.mktemp("emulator") / "moe.so"
-    folders = [f"-I{HERE / 'emulated'}", f"-I{NVFP4_MOE.folder}", *NVFP4_MOE.include_flags()]
-    command = ["g++", "-O2", "-std=c++20", "-shared", "-fPIC", "-Wno-unknown-pragmas", *folders]
-    subprocess.run([*command, str(HERE / "emulate_moe.cpp"), "-o", str(target)], check=True)
-    return ctypes.CDLL(str(target))
+    return compiled(NVFP4_MOE, HERE / "emulate_moe.cpp", tmp_path_factory.mktemp("emulator"))
 
 
 @pytest.fixture

@@ -11,24 +11,11 @@ import ctypes
 import torch
 
 from qwen_nvfp4_serve.kernels.bf16_linear import binding
-from qwen_nvfp4_serve.kernels.nvfp4_linear import CAPABILITIES
+from qwen_nvfp4_serve.kernels.nvfp4_linear import supports
 
 MAX_TOKENS = 16
-K_MULTIPLE = 128
-N_LIMIT = 2**21  # far above any layer's rows, far below what 32 bits count
 
-__all__ = ["K_MULTIPLE", "MAX_TOKENS", "N_LIMIT", "small_m", "supports"]
-
-
-def supports(capability: tuple[int, int], n: int, k: int) -> str | None:
-    """None if the kernel takes an [n, k] weight on a card of this compute capability, else the reason it does not."""
-    if capability not in CAPABILITIES:
-        return f"compute capability {capability[0]}.{capability[1]} is not among those compiled"
-    if k % K_MULTIPLE or k < K_MULTIPLE:
-        return f"K = {k} is not a multiple of {K_MULTIPLE}"
-    if not 0 < n <= N_LIMIT:
-        return f"N = {n} is not in 1..{N_LIMIT}"
-    return None
+__all__ = ["MAX_TOKENS", "small_m", "supports"]  # the cards and sizes are those of the NVFP4 layers
 
 
 def small_m(

@@ -1,0 +1,49 @@
+"""Tables of docs/kernels.md that are written by hand, against the measurements that they are of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "kernels.md").read_text()
+
+
+def record(name: str) -> Any:
+    return json.loads((ROOT / "docs" / "results" / f"{name}-h200.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("title", "field", "form"),
+    [
+        ("whole block, router to final sum", "ours_us", "{:.1f}"),
+        ("vLLM's own block, with Marlin", "stock_us", "{:.1f}"),
+        ("routed experts alone", "experts_us", "{:.1f}"),
+        ("the same with Marlin", "stock_experts_us", "{:.1f}"),
+        ("router and election alone", "router_us", "{:.1f}"),
+    ],
+)
+def test_block_times_are_those_of_the_record(title: str, field: str, form: str) -> None:
+    cells = " | ".join(form.format(row[field]) for row in record("moe")["block"])
+    assert f"| {title} | {cells} |" in TEXT
+
+
+@pytest.mark.parametrize("model", ["35b", "27b"])
+def test_delta_net_times_are_those_of_the_record(model: str) -> None:
+    rows = sorted((row for row in record("gdn")["times_us"] if row["model"] == model), key=lambda row: row["tokens"])
+    assert [row["tokens"] for row in rows] == [1, 2, 8, 32]
+    cells = " | ".join(f"{row['spaced vllm']:.1f}, {row['spaced ours32']:.1f}" for row in rows)
+    assert f"| {model.upper()}: vLLM's two launches, ours | {cells} |" in TEXT
+
+
+@pytest.mark.parametrize("streams", ["1", "8"])
+def test_engine_rates_are_those_of_the_record(streams: str) -> None:
+    cells = []
+    for model in ("35b", "27b"):
+        stock, ours = (run["decode"][streams]["median"] for run in record(f"engine-{model}")["runs"])
+        shown = [f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}" for rate in (stock, ours)]
+        cells += [*shown, f"{ours / stock:.2f}x"]
+    assert f"| {streams} stream{'s' if streams != '1' else ''} | {' | '.join(cells)} |" in TEXT
