@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels import ops
 from qwen_nvfp4_serve.kernels.nvfp4_moe import launch, reference
 from qwen_nvfp4_serve.kernels.nvfp4_moe.launch import workspace_bytes
 from qwen_nvfp4_serve.kernels.nvfp4_moe.weights import ExpertWeights, MoeDims, prepare_experts, shared_from_linears
@@ -258,18 +259,16 @@ def _moe_block_fake(  # noqa: PLR0917
     return x.new_empty(x.shape)
 
 
-moe_experts_op = torch.library.custom_op(
-    "qwen_nvfp4::moe_experts",
+moe_experts_op = ops.register(
+    "moe_experts",
+    "(Tensor x, Tensor[] weights, Tensor topk_ids, Tensor topk_weights) -> Tensor",
     _moe_experts,
-    mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, Tensor topk_ids, Tensor topk_weights) -> Tensor",
+    _moe_experts_fake,
 )
-moe_block_op = torch.library.custom_op(
-    "qwen_nvfp4::moe_block",
+moe_block_op = ops.register(
+    "moe_block",
+    "(Tensor x, Tensor router, Tensor[] weights, Tensor[] shared, Tensor? shared_gate, int top_k, bool renormalize)"
+    " -> Tensor",
     _moe_block,
-    mutates_args=(),
-    schema="(Tensor x, Tensor router, Tensor[] weights, Tensor[] shared, Tensor? shared_gate, int top_k,"
-    " bool renormalize) -> Tensor",
+    _moe_block_fake,
 )
-moe_experts_op.register_fake(_moe_experts_fake)
-moe_block_op.register_fake(_moe_block_fake)
