@@ -32,10 +32,15 @@ def stream_key(device: torch.device) -> tuple[int, int]:
     return index, torch._C._cuda_getCurrentRawStream(index)
 
 
+def is_current(device: torch.device) -> bool:
+    """Whether a tensor's card is the current one."""
+    return bool(device.index == torch._C._cuda_getDevice())
+
+
 def launch(function: Callable[..., int], device: torch.device, *arguments: object) -> int:
     """`function(*arguments, stream)` with `device`, that of the tensors, as the current one; what it returns."""
     index = device.index
-    if index == torch._C._cuda_getDevice():
+    if index == torch._C._cuda_getDevice():  # as `is_current`, without a call
         return function(*arguments, torch._C._cuda_getCurrentRawStream(index))
     with torch.cuda.device(index):
         return function(*arguments, torch._C._cuda_getCurrentRawStream(index))

@@ -16,10 +16,12 @@ partial sums. On a CPU the ops compute the definition (`reference`), slowly and 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
-from qwen_nvfp4_serve.kernels import ops
+from qwen_nvfp4_serve.kernels import cards, ops
 from qwen_nvfp4_serve.kernels.nvfp4_moe import launch, reference
 from qwen_nvfp4_serve.kernels.nvfp4_moe.launch import workspace_bytes
 from qwen_nvfp4_serve.kernels.nvfp4_moe.weights import ExpertWeights, MoeDims, prepare_experts, shared_from_linears
@@ -84,6 +86,9 @@ def supports(capability: tuple[int, int], dims: MoeDims, tokens: int = 1) -> str
         (not 0 < tokens <= KERNEL_TOKENS, f"{tokens} tokens are not in 1..{KERNEL_TOKENS}"),
     )
     return next((reason for holds, reason in wrong if holds), None)
+
+
+_supports = lru_cache(maxsize=1024)(supports)
 
 
 def _fits(intermediate: int) -> bool:
@@ -194,7 +199,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _require_support(x: torch.Tensor, dims: MoeDims) -> None:
-    reason = supports(torch.cuda.get_device_capability(x.device), dims, x.shape[0])
+    reason = _supports(cards.capability(x.device), dims, x.shape[0])
     if reason is not None:
         raise UsageError("NVFP4 mixture of experts", seen=reason)
 
