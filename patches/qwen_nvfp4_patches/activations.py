@@ -41,6 +41,7 @@ def rounding_op() -> Any:
     """
     import torch
 
+    from qwen_nvfp4_serve.kernels import ops
     from qwen_nvfp4_serve.kernels.nvfp4 import quantize_nvfp4
 
     def round_to_nvfp4(x: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
@@ -52,6 +53,4 @@ def rounding_op() -> Any:
 
     # The annotations are strings here, so the schema is given in words.
     schema = "(Tensor x, Tensor global_scale) -> Tensor"
-    operator = torch.library.custom_op("qwen_nvfp4::round_to_nvfp4", round_to_nvfp4, mutates_args=(), schema=schema)
-    operator.register_fake(like_x)
-    return operator
+    return ops.register("round_to_nvfp4", schema, round_to_nvfp4, like_x)

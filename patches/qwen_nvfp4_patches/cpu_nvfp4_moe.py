@@ -70,6 +70,8 @@ def rounded_experts_op() -> Any:
     import torch
     from torch.nn import functional
 
+    from qwen_nvfp4_serve.kernels import ops
+
     rounded = rounding_op()
 
     def rounded_experts(  # noqa: PLR0917 - an operator's schema
@@ -96,9 +98,7 @@ def rounded_experts_op() -> Any:
 
     tensors = ("x", "w1", "w2", "weights", "ids", "first_scale", "second_scale")
     schema = f"({', '.join(f'Tensor {name}' for name in tensors)}) -> Tensor"
-    operator = torch.library.custom_op("qwen_nvfp4::rounded_experts", rounded_experts, mutates_args=(), schema=schema)
-    operator.register_fake(like_x)
-    return operator
+    return ops.register("rounded_experts", schema, rounded_experts, like_x)
 
 
 def _rounding(parent: Any) -> Any:

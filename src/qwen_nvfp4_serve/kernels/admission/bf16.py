@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
-from qwen_nvfp4_serve.kernels import bf16_linear, build
+from qwen_nvfp4_serve.kernels import bf16_linear, build, ops
 from qwen_nvfp4_serve.kernels.admission.candidates import Candidate, Capability
 from qwen_nvfp4_serve.kernels.admission.table import BF16_BITS, Shape, Span, Table, serving
 
@@ -111,29 +111,37 @@ def _bf16_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16 or x.shape[-1] != k:
         seen = f"{x.dtype} {tuple(x.shape)} with a weight in {weight.dtype}"
         raise UsageError("activations of a BF16 layer", seen=seen, expected=f"bfloat16 [.., {k}], twice")
-    tokens = x.reshape(-1, k)
-    m = tokens.shape[0]
-    spans = _plans.get((n, k), ())
-    name = next((span.candidate for span in spans if m <= span.until), Vendor.name)
-    plain = weight.data_ptr() % ALIGNMENT_BYTES == 0 and weight.is_contiguous()
-    if bias is not None:
-        plain = plain and bias.dtype is torch.bfloat16 and bias.is_contiguous()
-    if name != SmallM.name or m == 0 or not plain:
+    if not (_is_ours(x, n, k) and _is_plain(weight, bias)):
         return torch.nn.functional.linear(x, weight, bias)
+    tokens = x if x.dim() == 2 else x.reshape(-1, k)
     if tokens.stride(-1) != 1 or tokens.stride(0) * tokens.element_size() % ALIGNMENT_BYTES:
         tokens = tokens.contiguous()
     if tokens.data_ptr() % ALIGNMENT_BYTES:
         tokens = tokens.clone()
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    y = tokens.new_empty((tokens.shape[0], n))
     bf16_linear.small_m(tokens, weight, bias, y)
-    return y.view(*x.shape[:-1], n)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+
+
+def _is_ours(x: torch.Tensor, n: int, k: int) -> bool:
+    """Whether the plan gives these tokens, if there are any, to our kernel."""
+    spans = _plans.get((n, k), ())
+    m = x.numel() // k if spans else 0
+    for span in spans:
+        if m <= span.until:
+            return m > 0 and span.candidate == SmallM.name
+    return False
+
+
+def _is_plain(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether our kernel can read them where they lie."""
+    if weight.data_ptr() % ALIGNMENT_BYTES or not weight.is_contiguous():
+        return False
+    return bias is None or (bias.dtype is torch.bfloat16 and bias.is_contiguous())
 
 
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG001
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-op = torch.library.custom_op(
-    "qwen_nvfp4::bf16_linear", _bf16_linear, mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
-)
-op.register_fake(_fake)
+op = ops.register("bf16_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _bf16_linear, _fake)

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels import ops
 from qwen_nvfp4_serve.kernels.admission import candidates
 from qwen_nvfp4_serve.kernels.admission.candidates import Candidate, Tiled
 from qwen_nvfp4_serve.kernels.admission.table import Span
@@ -65,17 +66,24 @@ def _admitted(  # noqa: PLR0917
     n, k = packed.shape[0], x.shape[-1]
     if x.dtype is not torch.bfloat16 or k != packed.shape[1] * 2:
         raise UsageError("activations", seen=f"{x.dtype} {tuple(x.shape)}", expected=f"bfloat16 [.., {k}]")
-    tokens = x.reshape(-1, k).contiguous()
+    tokens = (x if x.dim() == 2 else x.reshape(-1, k)).contiguous()
     if tokens.data_ptr() % ALIGNMENT_BYTES:
         tokens = tokens.clone()
     m = tokens.shape[0]
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    y = tokens.new_empty((m, n))
     if m:
         rows, multipliers = zip(*shards.tolist(), strict=True)
-        weight = LinearWeight(packed, scales, row_scale, tuple(int(r) for r in rows), multipliers)
-        index = next(server for until, server in plan.tolist() if m <= until)
-        servers()[index].run(tokens, weight, y, bias=bias, scales=input_scales)
-    return y.view(*x.shape[:-1], n)
+        weight = LinearWeight(packed, scales, row_scale, tuple(map(int, rows)), multipliers)
+        _server(plan, m).run(tokens, weight, y, bias=bias, scales=input_scales)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
+
+
+def _server(plan: torch.Tensor, m: int) -> Candidate:
+    spans: list[tuple[int, int]] = plan.tolist()
+    for until, index in spans:
+        if m <= until:
+            return servers()[index]
+    raise UsageError("kernel plan", seen=f"nobody for {m} tokens", expected="a last span without a limit")
 
 
 def _fake(  # noqa: PLR0917
@@ -96,5 +104,4 @@ _SCHEMA = (
     " Tensor? bias) -> Tensor"
 )
 # x: bf16 [.., K], any strides. packed, scales, row_scale: as LinearWeight. input_scales: float32 [2] or None.
-admitted_linear = torch.library.custom_op("qwen_nvfp4::admitted_linear", _admitted, mutates_args=(), schema=_SCHEMA)
-admitted_linear.register_fake(_fake)
+admitted_linear = ops.register("admitted_linear", _SCHEMA, _admitted, _fake)

@@ -177,5 +177,7 @@ def run(spans: Sequence[Span], call: ExpertsCall) -> None:
     if x.shape[0] == 0:
         return
     name = next(span.candidate for span in spans if x.shape[0] <= span.until)
-    ids, shares = call.ids.int().contiguous(), call.shares.float().contiguous()
-    servers()[name].run(replace(call, x=x.contiguous(), ids=ids, shares=shares))
+    x, ids, shares = x.contiguous(), call.ids.int().contiguous(), call.shares.float().contiguous()
+    if x is not call.x or ids is not call.ids or shares is not call.shares:
+        call = replace(call, x=x, ids=ids, shares=shares)
+    servers()[name].run(call)

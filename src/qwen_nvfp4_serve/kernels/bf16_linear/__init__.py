@@ -10,6 +10,7 @@ import ctypes
 
 import torch
 
+from qwen_nvfp4_serve.kernels import cards
 from qwen_nvfp4_serve.kernels.bf16_linear import binding
 from qwen_nvfp4_serve.kernels.nvfp4_linear import supports
 
@@ -34,19 +35,19 @@ def small_m(
     has ended: synchronize once after loading them.
     """
     (m, k), n = x.shape, weight.shape[0]
-    with torch.cuda.device(x.device):
-        call = binding.Bf16LinearCall(
-            weight=weight.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
-            x=x.data_ptr(),
-            y=y.data_ptr(),
-            x_stride=x.stride(0),
-            y_stride=y.stride(0),
-            m=m,
-            n=n,
-            k=k,
-            variant=variant,
-            dependent=int(dependent),
-        )
-        error = binding.library().bf16_linear(ctypes.byref(call), torch.cuda.current_stream().cuda_stream)
-    binding.check(error, f"BF16 linear of {m} tokens, [{n}, {k}]")
+    call = binding.Bf16LinearCall(
+        weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        x_stride=x.stride(0),
+        y_stride=y.stride(0),
+        m=m,
+        n=n,
+        k=k,
+        variant=variant,
+        dependent=dependent,
+    )
+    error = cards.launch(binding.library().bf16_linear, x.device, ctypes.byref(call))
+    if error:
+        binding.check(error, f"BF16 linear of {m} tokens, [{n}, {k}]")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from qwen_nvfp4_serve.kernels import cards
 from qwen_nvfp4_serve.kernels.gdn_decode import binding
 from qwen_nvfp4_serve.kernels.nvfp4_linear import CAPABILITIES
 
@@ -136,10 +137,10 @@ def decode(step: Step, counts: torch.Tensor, *, rows: int = 0, early: bool = Fal
     indices, states and counts may be touched before the kernel ahead has ended: all that wrote them must have ended
     before that one began.
     """
-    with torch.cuda.device(step.x.device):
-        call = call_of(step, counts, rows=rows, early=early, dependent=dependent)
-        error = binding.library().gdn_decode(ctypes.byref(call), torch.cuda.current_stream().cuda_stream)
-    binding.check(error, f"delta net step of {step.x.shape[0]} tokens, {step.value_heads} heads")
+    call = call_of(step, counts, rows=rows, early=early, dependent=dependent)
+    error = cards.launch(binding.library().gdn_decode, step.x.device, ctypes.byref(call))
+    if error:
+        binding.check(error, f"delta net step of {step.x.shape[0]} tokens, {step.value_heads} heads")
 
 
 def call_of(step: Step, counts: torch.Tensor, *, rows: int, early: bool, dependent: bool) -> binding.GdnDecodeCall:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels import cards, ops
 from qwen_nvfp4_serve.kernels.nvfp4 import rows_of_global_scale, swizzle_scales, swizzled_scale_shape
 from qwen_nvfp4_serve.kernels.nvfp4_linear import launch
 
@@ -89,17 +90,16 @@ def _linear(  # noqa: PLR0917
 ) -> torch.Tensor:
     _check(x, packed, scales, row_scale, bias)
     n, k = packed.shape[0], x.shape[-1]
-    tokens = x.reshape(-1, k)
+    tokens = x if x.dim() == 2 else x.reshape(-1, k)
     if tokens.stride(-1) != 1 or tokens.stride(0) % 8 or tokens.data_ptr() % 16:
         tokens = tokens.contiguous()
-    y = torch.empty((tokens.shape[0], n), dtype=x.dtype, device=x.device)
-    if tokens.shape[0] == 0:
-        return y.view(*x.shape[:-1], n)
-    if tokens.shape[0] <= KERNEL_TOKENS:
-        launch.small_m(tokens, packed, scales, row_scale, bias, y)
-    else:
+    m = tokens.shape[0]
+    y = tokens.new_empty((m, n))
+    if m > KERNEL_TOKENS:
         launch.large_m(tokens, packed, scales, bias, list(zip(shard_rows, shard_scales, strict=True)), y)
-    return y.view(*x.shape[:-1], n)
+    elif m:
+        launch.small_m(tokens, packed, scales, row_scale, bias, y)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], n)
 
 
 def _fake(  # noqa: PLR0917
@@ -118,7 +118,7 @@ def _check(
     x: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, row_scale: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
     n, k = packed.shape[0], packed.shape[1] * 2
-    reason = supports(torch.cuda.get_device_capability(x.device), n, k)
+    reason = supports(cards.capability(x.device), n, k)
     if reason is not None:
         raise UsageError(f"NVFP4 linear of [{n}, {k}]", seen=reason)
     if x.dtype is not torch.bfloat16 or x.shape[-1] != k:
@@ -139,5 +139,4 @@ _SCHEMA = (
     "(Tensor x, Tensor packed, Tensor scales, Tensor row_scale, Tensor? bias, int[] shard_rows, float[] shard_scales)"
     " -> Tensor"
 )
-linear_op = torch.library.custom_op("qwen_nvfp4::linear", _linear, mutates_args=(), device_types="cuda", schema=_SCHEMA)
-linear_op.register_fake(_fake)
+linear_op = ops.register("linear", _SCHEMA, _linear, _fake, backends=("CUDA",))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels import cards
 from qwen_nvfp4_serve.kernels.nvfp4_linear import binding
 
 # Bound on the bf16 copy of weight rows that a large-M call works through.
@@ -40,37 +40,36 @@ def small_m(  # noqa: PLR0917
     dependent: bool = True,
 ) -> None:
     """Fills y [M, N] for M of at most 64. variant and grid override the choice made for M, for measurements."""
-    m, k = x.shape
-    with torch.cuda.device(x.device):
-        call = binding.LinearCall(
-            packed=packed.data_ptr(),
-            scales=scales.data_ptr(),
-            row_scale=row_scale.data_ptr(),
-            bias=None if bias is None else bias.data_ptr(),
-            x=x.data_ptr(),
-            y=y.data_ptr(),
-            workspace=_partial_workspace(x.device).data_ptr(),
-            x_stride=x.stride(0),
-            y_stride=y.stride(0),
-            m=m,
-            n=packed.shape[0],
-            k=k,
-            variant=variant,
-            grid=grid,
-            dependent=int(dependent),
-        )
-        error = binding.library().nvfp4_linear(ctypes.byref(call), torch.cuda.current_stream().cuda_stream)
-    binding.check(error, f"NVFP4 linear of {m} tokens, [{packed.shape[0]}, {k}]")
+    (m, k), n = x.shape, packed.shape[0]
+    call = binding.LinearCall(
+        packed=packed.data_ptr(),
+        scales=scales.data_ptr(),
+        row_scale=row_scale.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        x=x.data_ptr(),
+        y=y.data_ptr(),
+        workspace=_partial_workspace(x.device).data_ptr(),
+        x_stride=x.stride(0),
+        y_stride=y.stride(0),
+        m=m,
+        n=n,
+        k=k,
+        variant=variant,
+        grid=grid,
+        dependent=dependent,
+    )
+    error = cards.launch(binding.library().nvfp4_linear, x.device, ctypes.byref(call))
+    if error:
+        binding.check(error, f"NVFP4 linear of {m} tokens, [{n}, {k}]")
 
 
 def dequantize_rows(packed: torch.Tensor, scales: torch.Tensor, first_row: int, out: torch.Tensor) -> None:
     """Fills out, bf16 [rows, K], with E2M1 times E4M3 of the weight rows from `first_row`, a multiple of 128. Exact."""
     n, k = packed.shape[0], packed.shape[1] * 2
-    pointers = [tensor.data_ptr() for tensor in (packed, scales, out)]
-    with torch.cuda.device(packed.device):
-        stream = torch.cuda.current_stream().cuda_stream
-        error = binding.library().nvfp4_dequantize(*pointers, first_row, out.shape[0], n, k, stream)
-    binding.check(error, f"dequantizing rows from {first_row} of [{n}, {k}]")
+    arguments = (packed.data_ptr(), scales.data_ptr(), out.data_ptr(), first_row, out.shape[0], n, k)
+    error = cards.launch(binding.library().nvfp4_dequantize, packed.device, *arguments)
+    if error:
+        binding.check(error, f"dequantizing rows from {first_row} of [{n}, {k}]")
 
 
 def large_m(  # noqa: PLR0917
@@ -89,17 +88,18 @@ def large_m(  # noqa: PLR0917
     n, k = packed.shape[0], x.shape[1]
     workspace = _dequantized_workspace(x.device)
     capacity = max(workspace.numel() // k // ROW_TILE, 1) * ROW_TILE
-    with _float32_sums():
+    with _Float32Sums():
         for first in range(0, n, capacity):
             stop = min(n, first + capacity)
-            rows = workspace[: (stop - first) * k].view(stop - first, k)
+            rows = workspace.as_strided((stop - first, k), (k, 1))
             dequantize_rows(packed, scales, first, rows)
             begin = 0
             for count, scale in shards:
                 low, high = max(begin, first), min(begin + count, stop)
                 begin += count
                 if low < high:
-                    out, weight = y[:, low:high], rows[low - first : high - first].T
+                    weight = (rows if high - low == stop - first else rows[low - first : high - first]).T
+                    out = y if high - low == n else y[:, low:high]
                     if bias is None:
                         torch.addmm(out, x, weight, beta=0, alpha=scale, out=out)
                     else:
@@ -118,19 +118,22 @@ def _add_product(x: torch.Tensor, weight: torch.Tensor, scale: float, bias: torc
         results.copy_(torch.add(bias, product, alpha=scale))
 
 
-@contextmanager
-def _float32_sums() -> Iterator[None]:
-    settings = torch.backends.cuda.matmul
-    before = settings.allow_bf16_reduced_precision_reduction
-    settings.allow_bf16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        settings.allow_bf16_reduced_precision_reduction = before
+class _Float32Sums:
+    """While it is entered, torch's GEMMs keep sums of bf16 products in float32."""
+
+    __slots__ = ("before",)
+
+    def __enter__(self) -> None:
+        settings = torch.backends.cuda.matmul
+        self.before = settings.allow_bf16_reduced_precision_reduction
+        settings.allow_bf16_reduced_precision_reduction = False
+
+    def __exit__(self, *_: object) -> None:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = self.before
 
 
 def _partial_workspace(device: torch.device) -> torch.Tensor:
-    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+    key = cards.stream_key(device)
     if key not in _partials:
         _refuse_capture("the small-M kernel")
         size_bytes = int(binding.library().nvfp4_linear_workspace_bytes())
@@ -139,7 +142,7 @@ def _partial_workspace(device: torch.device) -> torch.Tensor:
 
 
 def _dequantized_workspace(device: torch.device) -> torch.Tensor:
-    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+    key = cards.stream_key(device)
     if key not in _dequantized:
         _refuse_capture("the large-M path")
         _dequantized[key] = torch.empty(DEQUANTIZED_BYTES // 2, dtype=torch.bfloat16, device=device)

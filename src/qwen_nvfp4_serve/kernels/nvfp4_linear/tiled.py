@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels import cards
 from qwen_nvfp4_serve.kernels.nvfp4_linear import K_MULTIPLE, N_LIMIT, LinearWeight
 
 MAX_TOKENS = 512
@@ -108,6 +108,9 @@ def parts_for(tokens: int, n: int, k: int, tile: Tile, processors: int) -> int:
     return min(fits or PARTS[:1], key=steps_in_all)
 
 
+_parts_for = lru_cache(maxsize=2**14)(parts_for)  # tokens of a prefill times the sizes of a model's layers
+
+
 def workspace_bytes(tokens: int, n: int, k: int, parts: int) -> int:
     """What a call takes beside its result; with the `parts` of `parts_for` at most WORKSPACE_BYTES."""
     return 2 * tokens * k + (4 * parts * tokens * n if parts > 1 else 0)
@@ -131,8 +134,11 @@ def linear(
     tiles = tiles_of(_check(x, weight, y, bias))
     (m, k), n = x.shape, weight.packed.shape[0]
     tile = tile or tile_for(m, tiles)
-    parts = parts or parts_for(m, n, k, tile, _processors(x.device))
-    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+    parts = parts or _parts_for(m, n, k, tile, _processors(x.device))
+    if not x.is_cuda or cards.is_current(x.device):
+        _launch(x, weight, y, bias, tile, parts)
+        return
+    with torch.cuda.device(x.device):
         _launch(x, weight, y, bias, tile, parts)
 
 
@@ -192,6 +198,7 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@cache
 def _kernels() -> ModuleType:
     from qwen_nvfp4_serve.kernels.nvfp4_linear import tiled_kernels
 
@@ -201,7 +208,7 @@ def _kernels() -> ModuleType:
 def _check(x: torch.Tensor, weight: LinearWeight, y: torch.Tensor, bias: torch.Tensor | None) -> tuple[int, int]:
     """The card's compute capability. Raises UsageError for what is not served."""
     n, k = weight.packed.shape[0], weight.packed.shape[1] * 2
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else OLDEST_CAPABILITY
+    capability = cards.capability(x.device) if x.is_cuda else OLDEST_CAPABILITY
     reason = supports(capability, n, k)
     if reason is not None:
         raise UsageError(f"tiled NVFP4 linear of [{n}, {k}]", seen=reason)
@@ -213,8 +220,8 @@ def _check(x: torch.Tensor, weight: LinearWeight, y: torch.Tensor, bias: torch.T
     for name, tensor, shape in (("output", y, (x.shape[0], n)), ("bias", bias, (n,))):
         if tensor is not None and (tensor.dtype is not dtype or tensor.shape != shape):
             raise UsageError(name, seen=f"{tensor.dtype} {tuple(tensor.shape)}", expected=f"{dtype} {shape}")
-    tensors = {"activations": x, "output": y, "packed": weight.packed, "scales": weight.scales, "bias": bias}
-    for name, tensor in tensors.items():
+    tensors = (("activations", x), ("output", y), ("packed", weight.packed), ("scales", weight.scales), ("bias", bias))
+    for name, tensor in tensors:
         if tensor is not None and not tensor.is_contiguous():
             raise UsageError(name, seen=f"strides {tensor.stride()}", expected="a contiguous tensor")
     return capability

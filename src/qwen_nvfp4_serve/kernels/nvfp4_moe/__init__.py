@@ -16,9 +16,12 @@ partial sums. On a CPU the ops compute the definition (`reference`), slowly and 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels import cards, ops
 from qwen_nvfp4_serve.kernels.nvfp4_moe import launch, reference
 from qwen_nvfp4_serve.kernels.nvfp4_moe.launch import workspace_bytes
 from qwen_nvfp4_serve.kernels.nvfp4_moe.weights import ExpertWeights, MoeDims, prepare_experts, shared_from_linears
@@ -83,6 +86,9 @@ def supports(capability: tuple[int, int], dims: MoeDims, tokens: int = 1) -> str
         (not 0 < tokens <= KERNEL_TOKENS, f"{tokens} tokens are not in 1..{KERNEL_TOKENS}"),
     )
     return next((reason for holds, reason in wrong if holds), None)
+
+
+_supports = lru_cache(maxsize=1024)(supports)
 
 
 def _fits(intermediate: int) -> bool:
@@ -193,7 +199,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _require_support(x: torch.Tensor, dims: MoeDims) -> None:
-    reason = supports(torch.cuda.get_device_capability(x.device), dims, x.shape[0])
+    reason = _supports(cards.capability(x.device), dims, x.shape[0])
     if reason is not None:
         raise UsageError("NVFP4 mixture of experts", seen=reason)
 
@@ -258,18 +264,16 @@ def _moe_block_fake(  # noqa: PLR0917
     return x.new_empty(x.shape)
 
 
-moe_experts_op = torch.library.custom_op(
-    "qwen_nvfp4::moe_experts",
+moe_experts_op = ops.register(
+    "moe_experts",
+    "(Tensor x, Tensor[] weights, Tensor topk_ids, Tensor topk_weights) -> Tensor",
     _moe_experts,
-    mutates_args=(),
-    schema="(Tensor x, Tensor[] weights, Tensor topk_ids, Tensor topk_weights) -> Tensor",
+    _moe_experts_fake,
 )
-moe_block_op = torch.library.custom_op(
-    "qwen_nvfp4::moe_block",
+moe_block_op = ops.register(
+    "moe_block",
+    "(Tensor x, Tensor router, Tensor[] weights, Tensor[] shared, Tensor? shared_gate, int top_k, bool renormalize)"
+    " -> Tensor",
     _moe_block,
-    mutates_args=(),
-    schema="(Tensor x, Tensor router, Tensor[] weights, Tensor[] shared, Tensor? shared_gate, int top_k,"
-    " bool renormalize) -> Tensor",
+    _moe_block_fake,
 )
-moe_experts_op.register_fake(_moe_experts_fake)
-moe_block_op.register_fake(_moe_block_fake)

@@ -13,12 +13,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels import cards
 from qwen_nvfp4_serve.kernels.nvfp4_moe.weights import ExpertWeights
 
 K_MULTIPLE = 64  # of both products' columns: four blocks of 16, one tile of the scales' order
@@ -109,17 +111,19 @@ def experts(
     tile: instead of the one chosen for M. Raises UsageError for shapes, dtypes or sizes that are not served.
     """
     tiles = tiles_of(_check(x, weights, topk_ids, topk_weights))
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
+    y = x.new_empty(x.shape) if y is None else y
     tokens, top_k = topk_ids.shape
     if tokens == 0:
         return y
     rounds = -(-tokens // tokens_in_round(top_k, weights.hidden, weights.intermediate))
     size = -(-tokens // rounds)
     for first in range(0, tokens, size):
-        part = slice(first, min(first + size, tokens))
-        chosen = tile or tile_for((part.stop - part.start) * top_k / weights.experts, tiles)
-        rows, ids, shares = (tensor[part].contiguous() for tensor in (x, topk_ids, topk_weights))
-        _round(rows, ids, shares, weights, y[part], chosen)
+        stop = min(first + size, tokens)
+        chosen = tile or tile_for((stop - first) * top_k / weights.experts, tiles)
+        rows, ids, shares, sums = (
+            tensor if rounds == 1 else tensor[first:stop] for tensor in (x, topk_ids, topk_weights, y)
+        )
+        _round(rows.contiguous(), ids.contiguous(), shares.contiguous(), weights, sums, chosen)
     return y
 
 
@@ -157,8 +161,7 @@ def deal(topk_ids: torch.Tensor, experts_count: int, rows: int) -> Blocks:
     # Each block holds a pair, and all but one of an expert's are full.
     blocks = min(pairs, pairs // rows + min(experts_count, pairs))
     counts, order, expert, starts, places = (
-        torch.empty(size, dtype=torch.int32, device=topk_ids.device)
-        for size in (experts_count, blocks * rows, blocks, experts_count + 1, pairs)
+        topk_ids.new_empty(size) for size in (experts_count, blocks * rows, blocks, experts_count + 1, pairs)
     )
     width = 1 << (experts_count - 1).bit_length()
     kernels.count_pairs[(experts_count,)](topk_ids, counts, pairs, CHUNK=PAIRS_IN_STEP)
@@ -184,10 +187,11 @@ def _round(  # noqa: PLR0917
     steps = (tokens, -(-hidden // COLUMNS_IN_STEP))
     split = torch.empty_like(x)
     kernels.split_columns[steps](x, split, hidden, WIDTH=COLUMNS_IN_STEP)
-    middle = torch.empty(tokens * top_k, width, dtype=x.dtype, device=x.device)
+    middle = x.new_empty((tokens * top_k, width))
     shape: dict[str, Any] = {"ROWS": tile.rows, "COLUMNS": tile.columns, "ON_CARD": x.is_cuda}
     options: dict[str, Any] = {"num_warps": tile.warps, "num_stages": tile.stages}
-    kernels.gate_up[(-(-width // tile.columns), blocks.expert.numel())](
+    count = blocks.expert.numel()
+    kernels.gate_up[(-(-width // tile.columns), count)](
         split,
         blocks.order,
         blocks.expert,
@@ -199,15 +203,15 @@ def _round(  # noqa: PLR0917
         top_k,
         hidden,
         width,
-        weights.w13_scales[0].numel(),
+        _of_one_expert(weights.w13_scales),
         0,
         width,
         BYTES=_step_bytes(hidden),
         **shape,
         **options,
     )
-    pair_output = torch.empty(tokens * top_k, hidden, dtype=torch.float32, device=x.device)
-    kernels.down[(-(-hidden // tile.columns), blocks.expert.numel())](
+    pair_output = x.new_empty((tokens * top_k, hidden), dtype=torch.float32)
+    kernels.down[(-(-hidden // tile.columns), count)](
         middle,
         blocks.order,
         blocks.expert,
@@ -217,7 +221,7 @@ def _round(  # noqa: PLR0917
         pair_output,
         hidden,
         width,
-        weights.w2_scales[0].numel(),
+        _of_one_expert(weights.w2_scales),
         BYTES=_step_bytes(width),
         **shape,
         **options,
@@ -225,10 +229,15 @@ def _round(  # noqa: PLR0917
     kernels.add_up[steps](pair_output, ids, shares, y, weights.experts, hidden, TOP_K=top_k, WIDTH=COLUMNS_IN_STEP)
 
 
+def _of_one_expert(scales: torch.Tensor) -> int:
+    return int(scales.shape[1] * scales.shape[2])
+
+
 def _step_bytes(columns: int) -> int:
     return STEP_BYTES if columns % (2 * STEP_BYTES) == 0 else STEP_BYTES // 2
 
 
+@cache
 def _kernels() -> ModuleType:
     from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m_kernels
 
@@ -237,7 +246,7 @@ def _kernels() -> ModuleType:
 
 def _check(x: torch.Tensor, weights: ExpertWeights, ids: torch.Tensor, shares: torch.Tensor) -> tuple[int, int]:
     """The card's compute capability. Raises UsageError for what is not served."""
-    capability = torch.cuda.get_device_capability(x.device) if x.is_cuda else OLDEST_CAPABILITY
+    capability = cards.capability(x.device) if x.is_cuda else OLDEST_CAPABILITY
     reason = weights.problem() or supports(capability, weights.hidden, weights.intermediate)
     if reason is not None:
         raise UsageError("experts of the grouped GEMM", seen=reason)

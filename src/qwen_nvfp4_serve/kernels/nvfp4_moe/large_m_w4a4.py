@@ -163,6 +163,7 @@ def _flashinfer() -> ModuleType:
     return importlib.import_module("flashinfer.gemm")
 
 
+@cache
 def _kernels() -> ModuleType:
     from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m_w4a4_kernels
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
+from qwen_nvfp4_serve.kernels import cards
 from qwen_nvfp4_serve.kernels.nvfp4_moe import binding
 from qwen_nvfp4_serve.kernels.nvfp4_moe.weights import ExpertWeights, MoeDims
 
@@ -37,7 +38,7 @@ def intermediate_buffer(
 ) -> torch.Tensor:
     """Room for h, bf16: M k rows of I, row token * k + rank, then the shared expert's M rows."""
     elements = top_k * weights.intermediate + (0 if shared is None else shared.intermediate)
-    return torch.empty(x.shape[0] * elements, dtype=torch.bfloat16, device=x.device)
+    return x.new_empty(x.shape[0] * elements, dtype=torch.bfloat16)
 
 
 def experts(
@@ -59,7 +60,7 @@ def experts(
     by default into memory of this call alone. octets: of rows that a CTA of the first product takes, instead of the
     number chosen for M, for measurements.
     """
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if y is None else y
+    y = x.new_empty(x.shape) if y is None else y
     h = intermediate_buffer(x, weights, ids.shape[1], shared) if intermediate is None else intermediate
     call = binding.MoeCall(
         routed=_experts(weights),
@@ -79,7 +80,8 @@ def experts(
         octets=octets,
     )
     error = _enqueue("nvfp4_moe_experts", call, x.device)
-    binding.check(error, f"NVFP4 experts of {x.shape[0]} tokens, {weights.experts} of {weights.intermediate}")
+    if error:
+        binding.check(error, f"NVFP4 experts of {x.shape[0]} tokens, {weights.experts} of {weights.intermediate}")
     return y
 
 
@@ -137,9 +139,9 @@ def block(
 def _choice(like: torch.Tensor, top_k: int, *, with_share: bool) -> Choice:
     shape = (like.shape[0], top_k)
     return Choice(
-        ids=torch.empty(shape, dtype=torch.int32, device=like.device),
-        weights=torch.empty(shape, dtype=torch.float32, device=like.device),
-        shared_share=torch.empty(like.shape[0], dtype=torch.float32, device=like.device) if with_share else None,
+        ids=like.new_empty(shape, dtype=torch.int32),
+        weights=like.new_empty(shape, dtype=torch.float32),
+        shared_share=like.new_empty(like.shape[0], dtype=torch.float32) if with_share else None,
     )
 
 
@@ -156,13 +158,12 @@ def _election(choice: Choice, experts: int, renormalize: bool) -> dict[str, int]
 
 def _launch_route(call: binding.RouteCall, device: torch.device) -> None:
     error = _enqueue("nvfp4_moe_route", call, device)
-    binding.check(error, f"electing {call.top_k} of {call.experts} experts for {call.m} tokens")
+    if error:
+        binding.check(error, f"electing {call.top_k} of {call.experts} experts for {call.m} tokens")
 
 
 def _enqueue(function: str, call: ctypes.Structure, device: torch.device) -> int:
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream().cuda_stream
-        return int(getattr(binding.library(), function)(ctypes.byref(call), stream))
+    return cards.launch(getattr(binding.library(), function), device, ctypes.byref(call))
 
 
 def _experts(weights: ExpertWeights) -> binding.Experts:
@@ -180,7 +181,7 @@ def empty_slots(library: ctypes.CDLL, device: torch.device | str) -> torch.Tenso
 
 
 def _slots_of(device: torch.device) -> torch.Tensor:
-    key = (device.index or 0, torch.cuda.current_stream(device).cuda_stream)
+    key = cards.stream_key(device)
     if key not in _slots:
         # Memory first allocated inside a capture belongs to that graph, and its filling would be part of it.
         if torch.cuda.is_current_stream_capturing():

@@ -89,25 +89,18 @@ class ExpertWeights:
         """Why these tensors are not what the fields say, or None."""
         experts, rows, half_hidden = self.w13.shape
         hidden, intermediate = half_hidden * 2, rows // 2
-        wanted = {
-            "w13": (self.w13, torch.uint8, (experts, 2 * intermediate, hidden // 2)),
-            "w2": (self.w2, torch.uint8, (experts, hidden, intermediate // 2)),
-            "w13_scales": (
-                self.w13_scales,
-                torch.float8_e4m3fn,
-                (experts, *swizzled_scale_shape(rows, hidden // 16)),
-            ),
-            "w2_scales": (
-                self.w2_scales,
-                torch.float8_e4m3fn,
-                (experts, *swizzled_scale_shape(hidden, intermediate // 16)),
-            ),
-            "gate_scale": (self.gate_scale, torch.float32, (experts,)),
-            "up_scale": (self.up_scale, torch.float32, (experts,)),
-            "down_scale": (self.down_scale, torch.float32, (experts,)),
-        }
-        for name, (tensor, dtype, shape) in wanted.items():
-            if tensor.dtype is not dtype or tuple(tensor.shape) != shape:
+        scales, of_experts = torch.float8_e4m3fn, (experts,)
+        wanted = (
+            ("w13", self.w13, torch.uint8, (experts, 2 * intermediate, half_hidden)),
+            ("w2", self.w2, torch.uint8, (experts, hidden, intermediate // 2)),
+            ("w13_scales", self.w13_scales, scales, (experts, *swizzled_scale_shape(rows, hidden // 16))),
+            ("w2_scales", self.w2_scales, scales, (experts, *swizzled_scale_shape(hidden, intermediate // 16))),
+            ("gate_scale", self.gate_scale, torch.float32, of_experts),
+            ("up_scale", self.up_scale, torch.float32, of_experts),
+            ("down_scale", self.down_scale, torch.float32, of_experts),
+        )
+        for name, tensor, dtype, shape in wanted:
+            if tensor.dtype is not dtype or tensor.shape != shape:
                 return f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {dtype} {shape}"
             if not tensor.is_contiguous():
                 return f"{name} is not contiguous"
