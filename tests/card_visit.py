@@ -129,6 +129,7 @@ def start_engine(visit: Visit, model: str, label: str, restarts: int) -> subproc
         },
         "prefills": [2048, 8192],
         "depths": depths,
+        "profile_streams": [1, 8],
         "restarts": restarts,
     }
     name = f"engine-{model}-{label}"

@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from qwen_nvfp4_serve.bench import dummy_weights
 from qwen_nvfp4_serve.bench.engine import EngineSpec
-from qwen_nvfp4_serve.bench.engine_worker import DEFAULTS, ENVIRONMENT, Timer
+from qwen_nvfp4_serve.bench.engine_worker import DEFAULTS, ENVIRONMENT, Timer, end_core, weights_are_ours
+from qwen_nvfp4_serve.bench.orphans import bind_children
 from qwen_nvfp4_serve.kernels.admission.card_report import ENGINE, LABELS
 
 STREAMS, PROMPT, ANSWER = 8, 128, 48
@@ -24,11 +24,10 @@ POOL_BYTES = 1 << 30
 
 def main() -> None:
     """Writes {streams, distinct: {mean, low, high}, layers, steps}."""
+    bind_children()
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     numpy, vllm = import_module("numpy"), import_module("vllm")
-    if not dummy_weights.install():
-        raise SystemExit("vLLM's own dummy weights: every token elects the same experts")
     options: dict[str, Any] = {
         **DEFAULTS,
         **ENGINE,
@@ -43,6 +42,9 @@ def main() -> None:
         "skip_tokenizer_init": True,
     }
     engine = vllm.LLM(**options)
+    if not weights_are_ours(engine):
+        end_core(engine)
+        raise SystemExit("vLLM's own dummy weights: every token elects the same experts")
     prompts = Timer(engine, EngineSpec(model_folder=sys.argv[1], configurations={})).prompts(STREAMS, PROMPT)
     sampling = vllm.SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0, detokenize=False)
     answers = engine.generate(prompts, sampling, use_tqdm=False)
@@ -54,6 +56,7 @@ def main() -> None:
     found = {"streams": STREAMS, "distinct": distinct, "layers": layers, "steps": len(positions)}
     Path(sys.argv[2]).write_text(json.dumps(found, indent=1))
     print(json.dumps(found), flush=True)
+    end_core(engine)
     os._exit(0)  # vLLM's own end takes long
 
 

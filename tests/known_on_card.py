@@ -17,6 +17,9 @@ from typing import Any
 from training.known_answers import conversation_of, tokens_of
 from training.tokenizer import REFERENCE_DIR, FastEncoder, load
 
+from qwen_nvfp4_serve.bench.engine_worker import end_core
+from qwen_nvfp4_serve.bench.orphans import bind_children
+
 ONE_BY_ONE_OF = 6  # every sixth question is asked alone too
 OPTIONS: dict[str, Any] = {
     "language_model_only": True,
@@ -37,6 +40,7 @@ def main() -> None:
     records = json.loads((folder / "known_answers.json").read_text())
     encoder = FastEncoder(load())
     cases = [tokens_of(encoder, conversation_of(record)) for record in records]
+    bind_children()
     vllm = import_module("vllm")
     engine = vllm.LLM(model=str(folder), **{**OPTIONS, **options})
 
@@ -58,6 +62,7 @@ def main() -> None:
     }
     Path(sys.argv[1]).write_text(json.dumps(result, indent=1))
     print(json.dumps(result), flush=True)
+    end_core(engine)
     os._exit(0)  # vLLM's own end takes long
 
 

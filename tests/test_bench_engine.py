@@ -41,11 +41,14 @@ SPEC = EngineSpec(
     streams=(1, 2),
     depths=(65_536,),
 )
-# 100 tokens/s a stream whatever their number, prompts for nothing; the second configuration twice as fast.
+# 200 tokens/s a stream whatever their number, prompts for nothing; the second configuration twice as fast. A step is
+# two calls of a kernel that takes 50 us and one more for each stream.
 STAND_IN = {
     "vllm/__init__.py": """
+import importlib
 import os
 import time
+from torch import profiler
 __version__ = "0.0.stand-in"
 class SamplingParams:
     def __init__(self, max_tokens, **_): self.max_tokens = max_tokens
@@ -54,31 +57,40 @@ class Answer:
         self.metrics = self
         self.scheduled_ts, self.first_token_ts, self.last_token_ts = 0.0, tokens / 1000, tokens / 1000 + seconds
 class Core:
+    engine_core = None  # in this process
     def shutdown(self): pass
 class LLM:
-    def __init__(self, model, fast=False, **_):
+    def __init__(self, model, worker_extension_cls, fast=False, **_):
         self.rate, self.llm_engine = (400.0 if fast else 200.0), self
         if "VLLM_CACHE_ROOT" in os.environ and not os.path.exists(os.environ["VLLM_CACHE_ROOT"]):
             os.mkdir(os.environ["VLLM_CACHE_ROOT"])
             time.sleep(1.0)  # compiles
         self.engine_core = Core()
+        module, name = worker_extension_cls.rsplit(".", 1)
+        self.worker = type("Worker", (getattr(importlib.import_module(module), name),), {"model_runner": self})()
+        self.model_memory_usage = 3 << 30
     def collective_rpc(self, method):
-        self.model_runner, self.model_memory_usage = self, 3 << 30
-        return [method(self)]
+        return [getattr(self.worker, method)()]
     def generate(self, prompts, sampling, use_tqdm):
         time.sleep(sampling.max_tokens / self.rate)
+        profiler.calls += 5 + 2 * sampling.max_tokens
+        profiler.us += 1000 + (50 + len(prompts)) * 2 * sampling.max_tokens
         return [Answer(len(prompt["prompt_token_ids"]), sampling.max_tokens / self.rate) for prompt in prompts]
 """,
     "vllm/distributed.py": "def cleanup_dist_env_and_memory(): pass\n",
     "torch/__init__.py": "__version__ = '0'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n",
     "torch/profiler.py": """
+calls, us = 0, 0.0
 class ProfilerActivity: CPU = "cpu"
-class Row: key, count, self_cpu_time_total = "marlin_gemm", 16, 800.0
+class Row:
+    def __init__(self, key, count, us): self.key, self.count, self.self_cpu_time_total = key, count, us
 class profile:
     def __init__(self, activities): pass
-    def __enter__(self): return self
-    def __exit__(self, *_): pass
-    def key_averages(self): return [Row()]
+    def __enter__(self): self.calls, self.us = calls, us
+    def __exit__(self, *_): self.calls, self.us = calls - self.calls, us - self.us
+    def key_averages(self):
+        half = (self.calls + 1) // 2  # a name in two kinds of events
+        return [Row("marlin_gemm", half, self.us), Row("marlin_gemm", self.calls - half, 1.0), Row("prefill", 1, 9.0)]
 """,
 }
 
@@ -167,9 +179,36 @@ def test_engine_markdown_names_card_ratio_and_share_of_the_roofline() -> None:
     assert "| all | 80 | 120 |" in page
 
 
+def test_engine_markdown_shows_a_step_of_every_profiled_stream_count_and_where_the_core_was() -> None:
+    eight = (Kernel(name="fused_moe_kernel", us=70.4, calls=40), Kernel(name="topk", us=10.0, calls=2))
+    stock, ours = result().runs
+    both = replace(result(), runs=(replace(stock, core_process=True), replace(ours, kernels_at={8: eight})))
+    page = engine_markdown(both, None)
+    assert "## A decode step of ours, 8 streams\n\n| kernels | us per step | calls |" in page
+    assert "| MoE | 80 | 42 |\n| all | 80 | 42 |" in page
+    assert "stock, 8 streams" not in page
+    assert "had a process of its own: stock. The engine's core shared the bench's process: ours.\n" in page
+    alike = replace(both, runs=(replace(stock, core_process=True),))
+    assert "\nThe engine's core had a process of its own.\n" in engine_markdown(alike, None)
+
+
+@pytest.mark.parametrize(
+    "kernels_at", [{0: (Kernel(name="one", us=1.0, calls=1),)}, {8: (Kernel(name="one", us=1e300, calls=1),)}]
+)
+def test_engine_result_with_a_profile_that_no_page_can_show_is_refused(
+    tmp_path: Path, kernels_at: dict[int, tuple[Kernel, ...]]
+) -> None:
+    wrong = replace(result(), runs=(replace(made(200, "stock"), kernels_at=kernels_at),))
+    (tmp_path / "engine.json").write_bytes(dump_engine(wrong))
+    with pytest.raises(UsageError, match=r"runs\.0\.kernels_at"):
+        read_engine(tmp_path / "engine.json")
+
+
 def test_engine_result_written_and_read_is_the_same(tmp_path: Path) -> None:
-    (tmp_path / "engine.json").write_bytes(dump_engine(result()))
-    assert read_engine(tmp_path / "engine.json") == result()
+    stock, ours = result().runs
+    both = replace(result(), runs=(stock, replace(ours, core_process=True, kernels_at={8: stock.kernels})))
+    (tmp_path / "engine.json").write_bytes(dump_engine(both))
+    assert read_engine(tmp_path / "engine.json") == both
     assert read_spec(dump_spec(SPEC).decode()) == SPEC
 
 
@@ -186,6 +225,7 @@ def test_read_spec_wrong_is_a_usage_error(text: str) -> None:
         ({"streams": (0,)}, "streams"),
         ({"prefills": (-1,)}, "prefills"),
         ({"profile_tokens": -1}, "profile_tokens"),
+        ({"profile_streams": (8, 0)}, "profile_streams"),
         ({"restarts": -1}, "restarts"),
         ({"short": 9, "long": 9}, "long"),
         ({"configurations": {}}, "configurations"),
@@ -218,6 +258,7 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
         depths=(512,),
         rounds=2,
         profile_tokens=8,
+        profile_streams=(1, 8),
     )
     (tmp_path / "spec.json").write_bytes(dump_spec(spec))
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
@@ -229,7 +270,10 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
     assert fast.decode[2].median == pytest.approx(800, rel=0.1)
     assert fast.depths[512].prefill == pytest.approx(1000)
     assert fast.depths[512].decode == pytest.approx(67 / 68 * 400)
-    assert slow.kernels == (Kernel(name="marlin_gemm", us=100.0, calls=2.0),)
+    assert slow.kernels == (Kernel(name="marlin_gemm", us=102.0, calls=2.0),)  # nothing of the prefill
+    assert slow.kernels_at == {8: (Kernel(name="marlin_gemm", us=116.0, calls=2.0),)}
+    assert slow.core_process is False
+    assert "vLLM's own dummy weights" in done.stdout  # the stand-in fills nothing
     assert slow.options["load_format"] == "dummy"
     assert slow.model_bytes == 3 << 30
     assert (slow.cold, slow.side_by_side, slow.restart_s) == (False, False, ())

@@ -83,6 +83,10 @@ def test_take_joins_the_engines_of_a_size_without_the_visits_folder(tmp_path: Pa
             "card: seen NVIDIA B200",
         ),
         (lambda found: replace(found, cards=None), "card: seen none"),
+        (
+            lambda found: replace(found, runs=(replace(found.runs[0], core_process=True),)),
+            "core_process of its runs: seen True",
+        ),
     ],
 )
 def test_take_of_what_does_not_belong_together_is_refused_and_nothing_written(

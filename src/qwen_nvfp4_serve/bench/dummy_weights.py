@@ -19,6 +19,20 @@ DIVISOR = 190.0
 HALF = 0.5
 
 
+class _Filler:
+    """Fills what it is given, each parameter from the next seed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, param: Any, *_: Any, name: str = "", **__: Any) -> None:
+        self.count += 1
+        fill(param, name, self.count)
+
+
+_FILLER = _Filler()
+
+
 def install() -> bool:
     """Makes vLLM's dummy loader fill parameters so; False where this vLLM has no place for it."""
     try:
@@ -27,13 +41,13 @@ def install() -> bool:
         return False
     if not hasattr(loader, FILL):
         return False
-    seeds = iter(range(1, 1 << 30))
-
-    def fill_next(param: Any, *_: Any, name: str = "", **__: Any) -> None:
-        fill(param, name, next(seeds))
-
-    setattr(loader, FILL, fill_next)
+    setattr(loader, FILL, _FILLER)
     return True
+
+
+def filled() -> int:
+    """How many parameters vLLM's loader has given us in this process; 0 where it took its own dummies."""
+    return _FILLER.count
 
 
 def fill(param: Any, name: str, seed: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,9 @@ class EngineSpec:
 
     short, long: answer lengths whose difference gives the decode rate, so that prefill and scheduling cancel.
     prompt: tokens before the answer. prefills: prompt lengths of the prefill rate. depths: tokens in the cache at which
-    one stream's decode rate is taken too. profile_tokens: decode steps that are profiled at one stream, 0 for none.
-    restarts: how often each configuration is started again, in new processes that find the caches of the first start,
-    which then finds none: its caches are the run's own.
+    one stream's decode rate is taken too. profile_tokens: decode steps that are profiled at each of profile_streams, 0
+    for none. restarts: how often each configuration is started again, in new processes that find the caches of the
+    first start, which then finds none: its caches are the run's own.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -62,12 +62,13 @@ class EngineSpec:
     depths: tuple[int, ...] = ()
     rounds: int = 3
     profile_tokens: int = 64
+    profile_streams: tuple[int, ...] = (1,)
     restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """One kernel of a decode step, per token."""
+    """One kernel of a decode step, per step: of one stream that is per token."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -91,9 +92,11 @@ class EngineRun:
     """One configuration. decode: streams -> tokens/s of all together. prefill: prompt tokens -> tokens/s.
 
     depths: tokens in the cache -> rates behind them. used_bytes: of the card after the measurement, None on a CPU.
-    model_bytes: what the engine counts as loaded weights. reserved_bytes: what the process's allocator holds at last,
-    KV pool included. cold: no start before had filled a cache. side_by_side: other engines started at the same time,
-    so that load_s compares with nothing. restart_s: load_s of new processes, from the caches of the first.
+    kernels: of one stream's step. kernels_at: streams -> of a step of them all. model_bytes: what the engine counts as
+    loaded weights. reserved_bytes: what the allocator of the engine's process holds at last, KV pool included.
+    core_process: the engine's core had a process of its own, as in a server. cold: no start before had filled a cache.
+    side_by_side: other engines started at the same time, so that load_s compares with nothing. restart_s: load_s of new
+    processes, from the caches of the first.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -106,8 +109,10 @@ class EngineRun:
     depths: dict[int, DepthRates]
     used_bytes: int | None
     kernels: tuple[Kernel, ...]
+    kernels_at: dict[int, tuple[Kernel, ...]] = field(default_factory=dict)
     model_bytes: int | None = None
     reserved_bytes: int | None = None
+    core_process: bool = False
     cold: bool = False
     side_by_side: bool = False
     restart_s: tuple[float, ...] = ()
@@ -138,6 +143,7 @@ def check_spec(spec: EngineSpec) -> EngineSpec:
         "depths": (spec.depths, 1),
         "rounds": ((spec.rounds,), 1),
         "profile_tokens": ((spec.profile_tokens,), 0),
+        "profile_streams": (spec.profile_streams, 1),
         "restarts": ((spec.restarts,), 0),
         "configurations": ((len(spec.configurations),), 1),
         "long": ((spec.long,), spec.short + 1),
@@ -203,9 +209,16 @@ def _figures(result: EngineResult) -> Iterator[tuple[str, float, bool]]:
         for size in ("model_bytes", "reserved_bytes"):
             if getattr(run, size) is not None:
                 yield f"{where}.{size}", getattr(run, size), False
-        for kernel in run.kernels:
-            yield f"{where}.kernels, {kernel.name}", kernel.us, False
-            yield f"{where}.kernels, {kernel.name}", kernel.calls, False
+        yield from ((f"{where}.kernels_at", streams, True) for streams in run.kernels_at)
+        for name, kernels in _profiles(run).items():
+            for kernel in kernels:
+                yield f"{where}.{name}, {kernel.name}", kernel.us, False
+                yield f"{where}.{name}, {kernel.name}", kernel.calls, False
+
+
+def _profiles(run: EngineRun) -> dict[str, tuple[Kernel, ...]]:
+    """Every profile by the field that holds it."""
+    return {"kernels": run.kernels} | {f"kernels_at.{streams}": kernels for streams, kernels in run.kernels_at.items()}
 
 
 def decode_rates(spec: EngineSpec, streams: int, short_s: Sequence[float], long_s: Sequence[float]) -> Spread:
@@ -249,17 +262,30 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
     lines = [f"# Engine: {' against '.join(run.label for run in result.runs)}", ""]
     weights = Path(result.spec.model_folder).name
     lines += [f"{card or 'no card'}, vLLM {result.vllm}, torch {result.torch}, weights of {weights}", ""]
-    lines += [*rates_table(result, model), ""]
+    lines += [_core_line(result.runs), "", *rates_table(result, model), ""]
     for run in result.runs:
-        if run.kernels:
-            lines += [f"## A decode step of {run.label}", "", "| kernels | us per token | calls |", "|:--|--:|--:|"]
-            lines += [f"| {kind} | {us:.0f} | {calls:.0f} |" for kind, us, calls in by_kind(run.kernels)]
-            lines += [
-                f"| all | {sum(one.us for one in run.kernels):.0f} | {sum(one.calls for one in run.kernels):.0f} |",
-                "",
-            ]
+        lines += _step_lines(f"## A decode step of {run.label}", "token", run.kernels)
+        for streams, kernels in sorted(run.kernels_at.items()):
+            lines += _step_lines(f"## A decode step of {run.label}, {streams} streams", "step", kernels)
     options = {run.label: run.options for run in result.runs}
     return "\n".join([*lines, "Options of vllm.LLM:", "", "```json", json.dumps(options, indent=1), "```", ""])
+
+
+def _core_line(runs: Sequence[EngineRun]) -> str:
+    """In which process the engine's core was: one that it shares waits for the Python of the requests too."""
+    places = {True: "The engine's core had a process of its own", False: "The engine's core shared the bench's process"}
+    same = {run.core_process for run in runs}
+    if len(same) == 1:
+        return places[same.pop()] + "."
+    return " ".join(f"{places[run.core_process]}: {run.label}." for run in runs)
+
+
+def _step_lines(title: str, unit: str, kernels: Sequence[Kernel]) -> list[str]:
+    if not kernels:
+        return []
+    lines = [title, "", f"| kernels | us per {unit} | calls |", "|:--|--:|--:|"]
+    lines += [f"| {kind} | {us:.0f} | {calls:.0f} |" for kind, us, calls in by_kind(kernels)]
+    return [*lines, f"| all | {sum(one.us for one in kernels):.0f} | {sum(one.calls for one in kernels):.0f} |", ""]
 
 
 def rates_table(result: EngineResult, model: PlanModel | None) -> list[str]:

@@ -3,12 +3,16 @@
 With a third argument, GATE, each engine waits before it is measured: it makes GATE.ready and goes on once GATE.go is
 there. So engines can start side by side, which takes minutes of compiling, and be measured one at a time.
 
-A process of its own, because it becomes the engine. vLLM is loaded by name: nothing else in this package imports it.
+A process of its own, because it becomes the engine. As in a server the engine's core has a process of its own again;
+VLLM_ENABLE_V1_MULTIPROCESSING=0 puts it in here. What is asked of it (`engine_inside`) works in both, and here no card
+is touched: that would take memory of it and keep the core from being forked. vLLM is loaded by name: nothing else in
+this package imports it.
 """
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -20,7 +24,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from qwen_nvfp4_serve.bench import dummy_weights
 from qwen_nvfp4_serve.bench.engine import (
     DepthRates,
     EngineResult,
@@ -35,11 +38,12 @@ from qwen_nvfp4_serve.bench.engine import (
 )
 from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.machine import query_cards
+from qwen_nvfp4_serve.bench.orphans import bind_children, die_with_parent
 from qwen_nvfp4_serve.bench.statistics import spread
 
 MODULE = "qwen_nvfp4_serve.bench.engine_worker"
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, so that the profiler sees the kernels
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",  # as the server runs: in one process the step waits for the requests' Python
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # its first-use compile took about 100 s on an H200
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -53,19 +57,20 @@ DEFAULTS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "distributed_executor_backend": "uni",
     "disable_log_stats": False,  # the time stamps of each answer
+    "worker_extension_cls": "qwen_nvfp4_serve.bench.engine_inside.Inside",
 }
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # what a start leaves for the next
 MAX_KERNELS = 80
 LOOK_EVERY_S = 0.1
+CORE_END_S = 10.0  # vLLM itself gives its core 5 s to end
 
 
 def main() -> None:
     """Entry point."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    bind_children()
     spec, out = read_spec(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    if not dummy_weights.install():
-        print("vLLM's own dummy weights: tokens elect the same experts", flush=True)
     gate = sys.argv[3] if len(sys.argv) > 3 else None
     with tempfile.TemporaryDirectory() as caches:
         if spec.restarts:
@@ -93,7 +98,8 @@ def restart_seconds(spec: EngineSpec, label: str, folder: Path) -> tuple[float, 
     spec_file.write_bytes(dump_spec(bare))
     found = []
     for _ in range(spec.restarts):
-        subprocess.run([sys.executable, "-m", MODULE, str(spec_file), str(result_file)], check=True)
+        words = [sys.executable, "-m", MODULE, str(spec_file), str(result_file)]
+        subprocess.run(words, check=True, preexec_fn=die_with_parent)
         found.append(read_engine(result_file).runs[0].load_s)
         print(f"{label}: started again in {found[-1]:.0f} s", flush=True)
     return tuple(found)
@@ -109,12 +115,40 @@ def wait_at(gate: str) -> None:
 def measure(spec: EngineSpec, label: str, overrides: dict[str, Any], gate: str | None = None) -> EngineRun:
     """Builds one engine, measures it and takes it down again."""
     options = DEFAULTS | {"model": spec.model_folder} | overrides
-    began_s = time.perf_counter()
-    engine = import_module("vllm").LLM(**options)
-    load_s = time.perf_counter() - began_s
-    if gate is not None:
-        wait_at(gate)
-    timer = Timer(engine, spec)
+    engine = None
+    try:
+        began_s = time.perf_counter()
+        engine = import_module("vllm").LLM(**options)
+        load_s = time.perf_counter() - began_s
+        if options["load_format"] == "dummy" and not weights_are_ours(engine):
+            print("vLLM's own dummy weights: tokens elect the same experts", flush=True)
+        if gate is not None:
+            wait_at(gate)
+        bare = EngineRun(
+            label=label,
+            options={name: str(value) for name, value in options.items()},
+            load_s=load_s,
+            decode={},
+            prefill={},
+            depths={},
+            used_bytes=None,
+            kernels=(),
+            side_by_side=gate is not None,
+            core_process=has_core_process(engine),
+        )
+        run = measured(engine, spec, bare)
+    finally:
+        end_core(engine)
+    if not run.core_process:  # what a core of its own leaves has gone with it
+        del engine
+        gc.collect()
+        import_module("vllm.distributed").cleanup_dist_env_and_memory()
+    return run
+
+
+def measured(engine: Any, spec: EngineSpec, run: EngineRun) -> EngineRun:
+    """The run with everything that an engine tells that is up."""
+    timer, label = Timer(engine, spec), run.label
     timer.seconds(spec.short, 1)
     decode = {}
     for streams in spec.streams:
@@ -132,21 +166,21 @@ def measure(spec: EngineSpec, label: str, overrides: dict[str, Any], gate: str |
     for depth in spec.depths:
         depths[depth] = timer.behind(depth)
         print(f"{label}: decode behind {depth} tokens {depths[depth].decode:.1f} tokens/s", flush=True)
-    run = EngineRun(
-        label=label,
-        options={name: str(value) for name, value in options.items()},
-        load_s=load_s,
+    model_bytes, used_bytes, reserved_bytes = memory(engine)  # before a profiler takes its own
+    kernels = {
+        count: timer.kernels(spec.profile_tokens, count) for count in spec.profile_streams if spec.profile_tokens
+    }
+    return replace(
+        run,
         decode=decode,
         prefill=prefill,
         depths=depths,
-        used_bytes=_used_bytes(),
-        kernels=timer.kernels(spec.profile_tokens) if spec.profile_tokens else (),
-        model_bytes=_model_bytes(engine),
-        reserved_bytes=_reserved_bytes(),
-        side_by_side=gate is not None,
+        kernels=kernels.pop(1, ()),
+        kernels_at=kernels,
+        model_bytes=model_bytes,
+        used_bytes=used_bytes,
+        reserved_bytes=reserved_bytes,
     )
-    _take_down(engine)
-    return run
 
 
 class Timer:
@@ -186,55 +220,60 @@ class Timer:
         )
         return self.engine.generate(prompts, sampling, use_tqdm=False)
 
-    def kernels(self, tokens: int) -> tuple[Kernel, ...]:
-        """The dearest kernels of a decode step (operators on a CPU), per token."""
-        torch = import_module("torch")
-        profiler, cuda = import_module("torch.profiler"), torch.cuda.is_available()
-        activity = profiler.ProfilerActivity.CUDA if cuda else profiler.ProfilerActivity.CPU
-        with profiler.profile(activities=[activity]) as trace:
-            self.seconds(tokens, 1)
-        field = "self_device_time_total" if cuda else "self_cpu_time_total"
-        rows = sorted(trace.key_averages(), key=lambda row: -getattr(row, field))
-        return tuple(
-            Kernel(name=str(row.key)[:160], us=getattr(row, field) / tokens, calls=row.count / tokens)
-            for row in rows[:MAX_KERNELS]
-            if getattr(row, field) > 0
-        )
+    def kernels(self, tokens: int, streams: int) -> tuple[Kernel, ...]:
+        """The dearest kernels (operators on a CPU) of a decode step of `streams` streams, per step: what answers that
+        are longer by `tokens` add, so that prefill cancels."""
+        short, long = (self._profile(count, streams) for count in (self.spec.short, self.spec.short + tokens))
+        found = []
+        for name, (us, calls) in long.items():
+            less_us, less_calls = short.get(name, (0.0, 0))
+            if us > less_us and calls > less_calls:  # others are of the prefill alone
+                found.append(Kernel(name=name[:160], us=(us - less_us) / tokens, calls=(calls - less_calls) / tokens))
+        return tuple(sorted(found, key=lambda kernel: -kernel.us)[:MAX_KERNELS])
+
+    def _profile(self, tokens: int, streams: int) -> dict[str, tuple[float, int]]:
+        self.engine.collective_rpc("bench_profile_start")
+        self.seconds(tokens, streams)
+        (rows,) = self.engine.collective_rpc("bench_profile_stop")
+        sums: dict[str, tuple[float, int]] = {}
+        for name, us, calls in rows:  # one name can be of several kinds of events
+            us_before, calls_before = sums.get(name, (0.0, 0))
+            sums[name] = (us_before + us, calls_before + calls)
+        return sums
 
 
-def _used_bytes() -> int | None:
-    cuda = import_module("torch").cuda
-    if not cuda.is_available():
-        return None
-    free, total = cuda.mem_get_info()
-    return int(total - free)
+def has_core_process(engine: Any) -> bool:
+    """False if vLLM keeps the engine's core in this process, as an attribute of its client."""
+    return not hasattr(engine.llm_engine.engine_core, "engine_core")
 
 
-def _reserved_bytes() -> int | None:
-    cuda = import_module("torch").cuda
-    return int(cuda.memory_reserved()) if cuda.is_available() else None
+def weights_are_ours(engine: Any) -> bool:
+    """True if the model was filled by `dummy_weights`, in whichever process."""
+    return all(engine.collective_rpc("bench_filled"))
 
 
-def _model_bytes(engine: Any) -> int | None:
-    """What vLLM logs as "Model loading took"; None where it does not say: what was measured is not lost for it."""
+def memory(engine: Any) -> tuple[int | None, int | None, int | None]:
+    """Bytes of the model, of the card in use, and that the engine holds. None where vLLM does not say: what was
+    measured is not lost for it."""
     try:
-        (found,) = engine.collective_rpc(_counted_bytes)
+        ((model, used, reserved),) = engine.collective_rpc("bench_memory")
     except Exception as error:
-        print(f"memory of the model not known: {error}", flush=True)
-        return None
-    return None if found is None else int(found)
+        print(f"memory not known: {error}", flush=True)
+        return None, None, None
+    return model, used, reserved
 
 
-def _counted_bytes(worker: Any) -> int | None:
-    found: int | None = getattr(worker.model_runner, "model_memory_usage", None)
-    return found
-
-
-def _take_down(engine: Any) -> None:
-    engine.llm_engine.engine_core.shutdown()
-    del engine
-    gc.collect()
-    import_module("vllm.distributed").cleanup_dist_env_and_memory()
+def end_core(engine: Any | None) -> None:
+    """Ends an engine, also one that failed on its way up: a core that is left holds its card."""
+    try:
+        if engine is not None:
+            engine.llm_engine.engine_core.shutdown()
+    finally:
+        for child in multiprocessing.active_children():
+            child.join(CORE_END_S)
+            if child.is_alive():
+                child.kill()
+                child.join()
 
 
 if __name__ == "__main__":

@@ -226,6 +226,7 @@ def _joined(parts: Sequence[tuple[Path, EngineResult]], model: str) -> EngineRes
             ("vLLM", first.vllm, part.vllm),
             ("torch", first.torch, part.torch),
             ("card", _card_name(first), _card_name(part)),
+            ("core_process of its runs", _core_processes(first), _core_processes(part)),
         ):
             if here != there:
                 raise UsageError(f"{file.name}, {name}", seen=str(there), expected=f"{here}, as the file before it")
@@ -236,6 +237,10 @@ def _joined(parts: Sequence[tuple[Path, EngineResult]], model: str) -> EngineRes
         for run in part.runs
     )
     return replace(first, spec=replace(first.spec, model_folder=model, configurations=configurations), runs=runs)
+
+
+def _core_processes(result: EngineResult) -> str:
+    return " and ".join(sorted({str(run.core_process) for run in result.runs}))
 
 
 def _check_part(file: Path, result: EngineResult, card: GpuRow) -> None:
