@@ -6,10 +6,11 @@ that what is timed has the card to itself and the minutes in which engines compi
 
     engines    build, admission; stock and ours of each model start all at once and are measured one at a time; with
                --restarts those of the first model start again then, alone, from the caches of their first start
-    known      known answers of the embedded model: stock, then ours compiled, eager and with drafts; with logs: the
-               engine logs for the planner meanwhile
-    kernels    the experts, the BF16 and the linear layers beside vLLM's, as long as there is time
+    known      known answers of the embedded model, stock and ours, eager, compiled and with drafts: asked while the
+               engines start, which nothing times
+    logs       the engine logs for the planner
     elected    how many experts eight streams elect
+    kernels    the experts, the BF16 and the linear layers beside vLLM's, as long as there is time
 """
 
 from __future__ import annotations
@@ -32,14 +33,16 @@ from qwen_nvfp4_serve.synthetic import ARCHITECTURES, CheckpointSpec
 from qwen_nvfp4_serve.synthetic.config import model_config
 from qwen_nvfp4_serve.units import GIB
 
-# Architecture, context, and the depths that are measured.
-MODELS = {"35b": ("35b-a3b", 262_144, (4_096, 65_536, 261_632)), "27b": ("27b", 70_000, (4_096, 65_536))}
-POOL_GIB = 6  # holds one request of the 35B's whole context, and eight short ones of either model
+# Architecture, context, depths that are measured, and GiB of a pool that holds one such request or eight short ones.
+MODELS = {"35b": ("35b-a3b", 262_144, (4_096, 65_536, 261_632), 6), "27b": ("27b", 70_000, (4_096, 65_536), 4)}
+MOE = "35b"
 START_S, KERNELS_S, SIDE_S, MEASURE_S, RESTART_S = 420.0, 150.0, 240.0, 120.0, 200.0
-PARTS = ("engines", "known", "logs", "kernels", "elected")
+PARTS = ("engines", "known", "logs", "elected", "kernels")
 CLI = "from qwen_nvfp4_serve.cli import main; main()"
-KNOWN = {
-    "stock": {"linear_backend": "marlin", "moe_backend": "marlin"},
+STOCK = dict(LABELS["stock"][1])
+KNOWN: dict[str, dict[str, Any]] = {
+    "stock": STOCK,
+    "stock-eager": {**STOCK, "enforce_eager": True},
     "ours": {},
     "ours-eager": {"enforce_eager": True},
     "ours-drafts": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
@@ -54,6 +57,7 @@ class Visit:
     end_s: float
     environment: Mapping[str, str]
     restarts: int = 0
+    known: Sequence[str] = ()
 
     def left_s(self) -> float:
         """Seconds that are left."""
@@ -113,7 +117,7 @@ def write_config(folder: Path, architecture: str) -> None:
 
 def start_engine(visit: Visit, model: str, label: str, restarts: int) -> subprocess.Popen[bytes]:
     """One engine that waits at its gate once it is up."""
-    _, context, depths = MODELS[model]
+    _, context, depths, pool_gib = MODELS[model]
     backend, options = LABELS[label]
     spec: dict[str, Any] = {
         "model_folder": str(visit.out / model),
@@ -122,7 +126,7 @@ def start_engine(visit: Visit, model: str, label: str, restarts: int) -> subproc
                 **ENGINE,
                 **options,
                 "gpu_memory_utilization": 0.2,
-                "kv_cache_memory_bytes": POOL_GIB * GIB,
+                "kv_cache_memory_bytes": pool_gib * GIB,
                 "max_model_len": context,
                 "skip_tokenizer_init": True,
             }
@@ -147,7 +151,7 @@ def await_ready(visit: Visit, name: str, engine: subprocess.Popen[bytes], deadli
 
 
 def engines(visit: Visit, models: Sequence[str]) -> None:
-    """Admits kernels, starts all engines, then measures one after another."""
+    """Admits kernels, starts all engines, asks known answers meanwhile, then measures one engine after another."""
     for model in models:
         words = ["kernels", "--config", str(visit.out / model), "--json"]
         visit.run(f"admission-{model}", [sys.executable, "-c", CLI, *words], 180)
@@ -157,28 +161,29 @@ def engines(visit: Visit, models: Sequence[str]) -> None:
         for model in models
         for label in LABELS
     }
+    asked = start_known(visit)
     for (model, label), engine in running.items():
         await_ready(visit, f"engine-{model}-{label}", engine, began_s + min(START_S, visit.left_s()))
+    finish_known(visit, asked, began_s + START_S)
     for (model, label), engine in running.items():
         (visit.out / f"engine-{model}-{label}.go").touch()
         visit.finish(f"engine-{model}-{label}", engine, MEASURE_S + visit.restarts * RESTART_S)
 
 
-def known(visit: Visit, *, logs: bool) -> None:
-    """Known answers, and engine logs beside them: nothing of it is timed."""
-    recording = None
-    if logs:
-        recording = visit.start("engine-logs", module("tests.record_engine_logs", str(visit.out / "engine_logs.json")))
-    for together in (["stock"], [name for name in KNOWN if name != "stock"]):
-        asked = {}
-        for name in together:
-            command = module("tests.known_on_card", str(visit.out / f"known-{name}.json"), json.dumps(KNOWN[name]))
-            backend = LABELS["stock" if name == "stock" else "ours"][0]
-            asked[name] = visit.start(f"known-{name}", command, QWEN_NVFP4_BACKEND=backend)
-        for name, process in asked.items():
-            visit.finish(f"known-{name}", process, SIDE_S)
-    if recording:
-        visit.finish("engine-logs", recording, SIDE_S)
+def start_known(visit: Visit) -> dict[str, subprocess.Popen[bytes]]:
+    """One engine of the embedded model for each way that is asked, all at once."""
+    asked = {}
+    for name in visit.known:
+        command = module("tests.known_on_card", str(visit.out / f"known-{name}.json"), json.dumps(KNOWN[name]))
+        backend = LABELS["stock" if name.startswith("stock") else "ours"][0]
+        asked[name] = visit.start(f"known-{name}", command, QWEN_NVFP4_BACKEND=backend)
+    return asked
+
+
+def finish_known(visit: Visit, asked: Mapping[str, subprocess.Popen[bytes]], deadline_s: float) -> None:
+    """Waits for their answers."""
+    for name, process in asked.items():
+        visit.finish(f"known-{name}", process, deadline_s - time.monotonic())
 
 
 def kernels(visit: Visit, marlin: Path | None, commit: str) -> None:
@@ -221,6 +226,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument(
+        "--known", nargs="+", choices=list(KNOWN), default=list(KNOWN), help="what known answers are asked"
+    )
     parser.add_argument("--commit", default="unknown", help="of this project, for the record")
     parser.add_argument(
         "--restarts", type=int, default=0, help="starts of the first model's engines from their caches, a minute each"
@@ -230,19 +238,22 @@ def main() -> None:
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         end_s = time.monotonic() + chosen.minutes * 60
-        visit = Visit(chosen.out, end_s, environment_of(Path(scratch) / "plugin"), chosen.restarts)
+        known = chosen.known if "known" in chosen.parts else ()
+        visit = Visit(chosen.out, end_s, environment_of(Path(scratch) / "plugin"), chosen.restarts, known)
         visit.run("build", module("qwen_nvfp4_serve.kernels.build", "--cards", this_card()), 300)
         for model in chosen.models:
             write_config(chosen.out / model, MODELS[model][0])
         if "engines" in chosen.parts:
             engines(visit, chosen.models)
-        if "known" in chosen.parts:
-            known(visit, logs="logs" in chosen.parts)
+        else:
+            finish_known(visit, start_known(visit), time.monotonic() + START_S)
+        if "logs" in chosen.parts:
+            visit.run("engine-logs", module("tests.record_engine_logs", str(chosen.out / "engine_logs.json")), SIDE_S)
+        if "elected" in chosen.parts and MOE in chosen.models:
+            counted = [str(chosen.out / MOE), str(chosen.out / "elected.json")]
+            visit.run("elected", module("tests.elected_on_card", *counted), SIDE_S)
         if "kernels" in chosen.parts:
             kernels(visit, chosen.marlin, chosen.commit)
-        if "elected" in chosen.parts:
-            counted = [str(chosen.out / chosen.models[0]), str(chosen.out / "elected.json")]
-            visit.run("elected", module("tests.elected_on_card", *counted), SIDE_S)
     print(table(chosen.out, chosen.models))
 
 
