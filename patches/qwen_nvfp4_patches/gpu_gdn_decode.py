@@ -79,9 +79,10 @@ def counts_for(layer: Any, step: Step) -> torch.Tensor | str:
     """The layer's counters, or why our kernel does not serve this step. A layer is decided at its first, uncaptured."""
     import torch
 
+    from qwen_nvfp4_serve.kernels import cards
     from qwen_nvfp4_serve.kernels.gdn_decode import check, counters, supports
 
-    reason = supports(torch.cuda.get_device_capability(step.x.device), step)
+    reason = supports(cards.capability(step.x.device), step)
     if reason:
         return reason
     decided: torch.Tensor | str | None = getattr(layer, DECIDED, None)

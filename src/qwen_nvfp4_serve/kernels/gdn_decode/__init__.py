@@ -70,27 +70,33 @@ def supports(capability: tuple[int, int], step: Step) -> str | None:
 def _heads(step: Step) -> str | None:
     if step.state.dim() != 4 or tuple(step.state.shape[2:]) != (HEAD, HEAD):
         return f"a state of {tuple(step.state.shape)} is not of heads of {HEAD}"
-    channels, width = step.weight.shape
+    (channels, width), heads, key_heads = step.weight.shape, step.value_heads, step.key_heads
     if width != WIDTH:
         return f"a convolution over {width} tokens, not {WIDTH}"
-    if channels % HEAD or (channels // HEAD - step.value_heads) % 2 or step.key_heads < 1:
-        return f"{channels} channels do not fit {step.value_heads} value heads"
-    if step.value_heads > MAX_VALUE_HEADS or step.value_heads not in [group * step.key_heads for group in GROUPS]:
-        return f"{step.value_heads} value heads for {step.key_heads} key heads"
-    return _shapes(step, channels)
+    if channels % HEAD or (channels // HEAD - heads) % 2 or key_heads < 1:
+        return f"{channels} channels do not fit {heads} value heads"
+    if heads > MAX_VALUE_HEADS or heads % key_heads or heads // key_heads not in GROUPS:
+        return f"{heads} value heads for {key_heads} key heads"
+    return _shapes(step, channels, heads)
 
 
-def _shapes(step: Step, channels: int) -> str | None:
-    tokens, heads = step.x.shape[0], step.value_heads
+def _shapes(step: Step, channels: int, heads: int) -> str | None:
+    tokens = step.x.shape[0]
     if not 0 < tokens <= MAX_TOKENS:
         return f"{tokens} tokens are not in 1..{MAX_TOKENS}"
+    of_tokens, of_heads = (tokens, heads), (heads,)
     shapes = (
-        *((step.x, (tokens, channels)), (step.a, (tokens, heads)), (step.b, (tokens, heads))),
-        *((step.a_log, (heads,)), (step.dt_bias, (heads,)), (step.indices, (tokens,))),
-        *((step.out, (tokens, heads, HEAD)), (step.bias, (channels,))),
+        (step.x, (tokens, channels)),
+        (step.a, of_tokens),
+        (step.b, of_tokens),
+        (step.a_log, of_heads),
+        (step.dt_bias, of_heads),
+        (step.indices, (tokens,)),
+        (step.out, (tokens, heads, HEAD)),
+        (step.bias, (channels,)),
     )
     for operand, shape in shapes:
-        if operand is not None and tuple(operand.shape) != shape:
+        if operand is not None and operand.shape != shape:
             return f"an operand of shape {tuple(operand.shape)}, not {shape}"
     conv = step.conv_state
     fits = conv.dim() == 3 and conv.shape[1] >= WIDTH - 1 and conv.shape[2] == channels
@@ -98,26 +104,24 @@ def _shapes(step: Step, channels: int) -> str | None:
 
 
 def _types(step: Step) -> str | None:
-    bf16, either = (torch.bfloat16,), (torch.bfloat16, torch.float32)
-    allowed = (
-        *((t, bf16) for t in (step.x, step.weight, step.bias, step.a, step.b, step.conv_state, step.out)),
-        *((t, either) for t in (step.state, step.a_log, step.dt_bias)),
-        (step.indices, (torch.int32,)),
-    )
-    wrong = [t.dtype for t, types in allowed if t is not None and t.dtype not in types]
-    return f"an operand in {wrong[0]}" if wrong else None
+    for operand in (step.x, step.weight, step.bias, step.a, step.b, step.conv_state, step.out):
+        if operand is not None and operand.dtype is not torch.bfloat16:
+            return f"an operand in {operand.dtype}"
+    for operand in (step.state, step.a_log, step.dt_bias):
+        if operand.dtype is not torch.bfloat16 and operand.dtype is not torch.float32:
+            return f"an operand in {operand.dtype}"
+    return None if step.indices.dtype is torch.int32 else f"an operand in {step.indices.dtype}"
 
 
 def _places(step: Step) -> str | None:
     """Rows that are contiguous, and addresses as the kernel's loads need them."""
-    whole = [step.weight, step.a_log, step.dt_bias, step.out, step.state[0]]
-    whole += [] if step.bias is None else [step.bias]
-    if not all(t.is_contiguous() for t in whole):
+    whole = [step.weight, step.a_log, step.dt_bias, step.out, step.state[0], step.bias]
+    if not all([t is None or t.is_contiguous() for t in whole]):  # noqa: C419 - a generator takes longer
         return "an operand is not contiguous"
-    if any(t.stride(-1) != 1 for t in (step.x, step.a, step.b, step.conv_state)):
+    (x_stride, x_step), conv_strides = step.x.stride(), step.conv_state.stride()
+    if (x_step, step.a.stride(-1), step.b.stride(-1), conv_strides[-1]) != (1, 1, 1, 1):
         return "an operand's rows are not contiguous"
-    pairs = (step.x.stride(0), step.conv_state.stride(0), step.conv_state.stride(1))
-    if any(stride % 2 for stride in pairs) or any(t.data_ptr() % 4 for t in (step.x, step.conv_state)):
+    if (x_stride | conv_strides[0] | conv_strides[1]) % 2 or (step.x.data_ptr() | step.conv_state.data_ptr()) % 4:
         return "channels do not begin at multiples of 4 bytes"
     bytes_ = step.state.stride(0) * step.state.element_size()
     if bytes_ % 16 or step.state.data_ptr() % 16 or step.weight.data_ptr() % 16:
