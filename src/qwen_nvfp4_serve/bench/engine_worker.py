@@ -278,3 +278,5 @@ def end_core(engine: Any | None) -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # a core, or a worker of it, that is spawned: vLLM does so on a CPU
+    die_with_parent()
