@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -60,7 +61,11 @@ class Core:
     engine_core = None  # in this process
     def shutdown(self): pass
 class LLM:
-    def __init__(self, model, worker_extension_cls, fast=False, **_):
+    def __init__(self, model, worker_extension_cls, fast=False, deaf=False, **_):
+        while deaf:  # to Ctrl-C, as vLLM is while it waits for its core
+            open("deaf", "w").close()
+            try: time.sleep(60)
+            except KeyboardInterrupt: pass
         self.rate, self.llm_engine = (400.0 if fast else 200.0), self
         if "VLLM_CACHE_ROOT" in os.environ and not os.path.exists(os.environ["VLLM_CACHE_ROOT"]):
             os.mkdir(os.environ["VLLM_CACHE_ROOT"])
@@ -326,6 +331,23 @@ def test_engine_worker_waits_at_its_gate(tmp_path: Path) -> None:
         assert running.wait(60) == 0
     (run,) = read_engine(tmp_path / "engine.json").runs
     assert (run.label, run.side_by_side) == ("one", True)
+
+
+def test_engine_worker_ends_on_ctrl_c_while_its_engine_starts(tmp_path: Path) -> None:
+    for name, code in STAND_IN.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    (tmp_path / "spec.json").write_bytes(dump_spec(EngineSpec(model_folder="m", configurations={"a": {"deaf": True}})))
+    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
+    with subprocess.Popen(worker, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}) as running:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "deaf").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        running.send_signal(signal.SIGINT)
+        try:
+            assert running.wait(10) == -signal.SIGINT
+        finally:
+            running.kill()
 
 
 @pytest.mark.parametrize(("name", "model"), [("35b", "qwen3.5-35b-a3b"), ("27b", "qwen3.5-27b")])

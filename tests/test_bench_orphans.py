@@ -1,4 +1,4 @@
-"""Children of a killed process are gone with it, forked and spawned alike; its own children's children too."""
+"""Children of a killed process are gone with it, forked and spawned alike; of spawned ones their children too."""
 
 from __future__ import annotations
 
@@ -13,35 +13,33 @@ PARENT = """
 import multiprocessing, os, sys, time
 from qwen_nvfp4_serve.bench import orphans
 
-def core(method, bound):
-    if bound:
-        orphans.bind_to_parent()
-    worker = multiprocessing.get_context(method).Process(target=work)
-    worker.start()
+def core(method):
+    if method == "spawn":
+        multiprocessing.get_context(method).Process(target=work).start()
+    else:
+        print(os.getpid(), flush=True)
     time.sleep(600)
 
 def work():
-    orphans.bind_to_parent()
     print(os.getppid(), os.getpid(), flush=True)
     time.sleep(600)
 
 if __name__ == "__main__":
-    method = sys.argv[1]
-    if method == "fork":
-        orphans.bind_children()
-    multiprocessing.get_context(method).Process(target=core, args=(method, method == "spawn")).start()
+    orphans.bind_children()
+    multiprocessing.get_context(sys.argv[1]).Process(target=core, args=(sys.argv[1],)).start()
     time.sleep(600)
+elif __name__ == "__mp_main__":
+    orphans.die_with_parent()
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_killed_parent_takes_its_children_along(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "count"), [("fork", 1), ("spawn", 2)])
+def test_killed_parent_takes_its_children_along(tmp_path: Path, method: str, count: int) -> None:
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     with subprocess.Popen([sys.executable, str(script), method], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        core, worker = map(int, parent.stdout.readline().split())
-        assert lives(core)
-        assert lives(worker)
+        children = list(map(int, parent.stdout.readline().split()))
+        assert [lives(child) for child in children] == [True] * count
         parent.kill()
-    assert not left_of((core, worker), 10.0)
+    assert not left_of(children, 10.0)

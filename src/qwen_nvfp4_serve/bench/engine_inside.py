@@ -1,7 +1,7 @@
 """What the engine bench asks of a worker, in whichever process vLLM has put it; its calls answer with plain values.
 
 vLLM alone imports this (`worker_extension_cls`), in the worker's process and before the model is loaded, forked or
-spawned. Importing it makes dummy weights ours there, and lets the process end with the one that measures.
+spawned. Importing it makes dummy weights ours there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Any
 
 from qwen_nvfp4_serve.bench import dummy_weights
-from qwen_nvfp4_serve.bench.orphans import bind_to_parent
 
 
 class Inside:
@@ -50,4 +49,3 @@ class Inside:
 
 
 dummy_weights.install()
-bind_to_parent()

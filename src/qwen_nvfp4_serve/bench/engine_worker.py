@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -118,7 +119,7 @@ def measure(spec: EngineSpec, label: str, overrides: dict[str, Any], gate: str |
     engine = None
     try:
         began_s = time.perf_counter()
-        engine = import_module("vllm").LLM(**options)
+        engine = start(options)
         load_s = time.perf_counter() - began_s
         if options["load_format"] == "dummy" and not weights_are_ours(engine):
             print("vLLM's own dummy weights: tokens elect the same experts", flush=True)
@@ -144,6 +145,18 @@ def measure(spec: EngineSpec, label: str, overrides: dict[str, Any], gate: str |
         gc.collect()
         import_module("vllm.distributed").cleanup_dist_env_and_memory()
     return run
+
+
+def start(options: dict[str, Any]) -> Any:
+    """The engine, up. Meanwhile Ctrl-C ends this process as it stands: vLLM 0.32 takes no notice of it, and waits for
+    minutes for a core that it has ended."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return import_module("vllm").LLM(**options)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def measured(engine: Any, spec: EngineSpec, run: EngineRun) -> EngineRun:
@@ -278,3 +291,5 @@ def end_core(engine: Any | None) -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # a core, or a worker of it, that is spawned: vLLM does so on a CPU
+    die_with_parent()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 
@@ -17,7 +16,8 @@ def die_with_parent() -> None:
 
 
 def bind_children() -> None:
-    """Every process that this one forks from now on is killed when the thread that forked it ends."""
+    """Every process that this one forks from now on does so. One that is spawned has to do so itself: it imports its
+    parent's main module as `__mp_main__` before all else."""
     parent = os.getpid()
 
     def bind() -> None:
@@ -25,13 +25,3 @@ def bind_children() -> None:
             die_with_parent()
 
     os.register_at_fork(after_in_child=bind)
-
-
-def bind_to_parent() -> None:
-    """The same from within a child of multiprocessing, which need not have been forked."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    die_with_parent()
-    if os.getppid() != parent.pid:  # it was gone before
-        os.kill(os.getpid(), signal.SIGKILL)
