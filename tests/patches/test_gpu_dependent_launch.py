@@ -115,7 +115,8 @@ def test_only_hybrid_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_chain_of_compiled_kernels_is_right_on_a_card(patched: Any) -> None:
+@pytest.mark.usefixtures("patched")
+def test_chain_of_compiled_kernels_is_right_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow kernels, fills for an op that cannot be seen through, and kernels that read both, all in one graph."""
     from torch._inductor.utils import run_and_get_code
 
@@ -135,9 +136,8 @@ def test_chain_of_compiled_kernels_is_right_on_a_card(patched: Any) -> None:
         return x
 
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    compiled = torch.compile(
-        chain, options={gpu_dependent_launch.OPTION: True, "force_disable_caches": True}, fullgraph=True
-    )
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # or the code would not be written
+    compiled = torch.compile(chain, options={gpu_dependent_launch.OPTION: True}, fullgraph=True)
     first, codes = run_and_get_code(compiled, x)
     kernels = [part for code in codes for part in code.split("def triton_")[1:]]
     assert kernels
