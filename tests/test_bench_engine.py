@@ -30,6 +30,7 @@ from qwen_nvfp4_serve.bench.engine import (
     read_spec,
     roofline,
 )
+from qwen_nvfp4_serve.bench.kernel_times import apart
 from qwen_nvfp4_serve.bench.rows import number
 from qwen_nvfp4_serve.bench.statistics import Spread, spread
 from qwen_nvfp4_serve.errors import UsageError
@@ -158,6 +159,21 @@ def test_roofline_falls_with_context_and_is_none_off_the_table() -> None:
         ("void marlin::Marlin<...>", "NVFP4 and FP8 linear"),
         ("nvfp4::(anonymous namespace)::route_kernel(nvfp4::(anonymous namespace)::RouteParams)", "MoE"),
         ("gate_up", "MoE"),
+        ("nvfp4::(anonymous namespace)::gate_up_single_kernel<4>(nvfp4::(anonymous namespace)::MoeParams)", "MoE"),
+        ("nvfp4::(anonymous namespace)::down_kernel<true>(nvfp4::(anonymous namespace)::MoeParams)", "MoE"),
+        (
+            "nvfp4::(anonymous namespace)::decode_kernel<float, 32>(nvfp4::(anonymous namespace)::DecodeParams)",
+            "GDN",
+        ),
+        ("nvfp4::(anonymous namespace)::dense_kernel<1>(nvfp4::(anonymous namespace)::DenseParams)", "16-bit linear"),
+        (
+            "nvfp4::(anonymous namespace)::linear_kernel<2>(nvfp4::(anonymous namespace)::Params)",
+            "NVFP4 and FP8 linear",
+        ),
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...>>>", "attention"),
+        ("triton_red_fused__to_copy_add_fused_add_rms_norm_qwen_nvfp4_moe_block_3", "compiled"),
+        ("void humming<MmaOpClass, Shape<0u, 34816u, 5120u>>", "NVFP4 and FP8 linear"),
+        ("void dot_kernel<float, 128, 0, cublasDotParams<...>>", "16-bit linear"),
         ("fused_recurrent_gated_delta_rule_fwd_kernel", "GDN"),
         ("nvjet_tst_64x8_64x16", "16-bit linear"),
         ("unheard_of", "other"),
@@ -170,6 +186,29 @@ def test_kind_of_kernel_names(kernel: str, kind: str) -> None:
 def test_by_kind_sums_and_sorts() -> None:
     kernels = [Kernel(name=name, us=us, calls=2.0) for name, us in (("topk", 1.0), ("rms_norm", 9.0), ("moe_sum", 3.0))]
     assert by_kind(kernels) == (("norm and activation", 9.0, 2.0), ("MoE", 4.0, 4.0))
+
+
+def test_kernels_that_overlap_count_once() -> None:
+    """`late` starts beside `early` and ends after it; `inside` lies within; before `alone` nothing runs."""
+    spans = [
+        ("late", 5.0, 14.0),
+        ("early", 0.0, 10.0),
+        ("inside", 6.0, 9.0),
+        ("alone", 20.0, 21.5),
+        ("early", 30.0, 31.0),
+    ]
+    assert sorted(apart(spans)) == [("alone", 1.5, 1), ("early", 11.0, 2), ("inside", 0.0, 1), ("late", 4.0, 1)]
+    assert apart([]) == []
+
+
+def test_engine_markdown_says_where_kernels_count_their_waiting() -> None:
+    stock, ours = result().runs
+    long = (Kernel(name="late", us=2e6 / ours.decode[1].median, calls=1.0),)
+    overlapping = replace(result(), runs=(stock, replace(ours, kernels=long)))
+    assert "the times of ours add up to more than a step" in engine_markdown(overlapping, None)
+    assert "of stock add up" not in engine_markdown(overlapping, None)
+    apart_now = replace(overlapping, runs=(stock, replace(ours, kernels=long, kernels_apart=True)))
+    assert "add up to more" not in engine_markdown(apart_now, None)
 
 
 def test_engine_markdown_names_card_ratio_and_share_of_the_roofline() -> None:

@@ -47,3 +47,31 @@ def test_engine_rates_are_those_of_the_record(streams: str) -> None:
         shown = [f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}" for rate in (stock, ours)]
         cells += [*shown, f"{ours / stock:.2f}x"]
     assert f"| {streams} stream{'s' if streams != '1' else ''} | {' | '.join(cells)} |" in TEXT
+
+
+@pytest.mark.parametrize(
+    ("title", "streams", "field"),
+    [
+        ("one stream: from the graph's first kernel to its last", "1", "graph_us"),
+        ("all kernels of the step, head and sampling too", "1", "busy_us"),
+        ("eight streams: the graph", "8", "graph_us"),
+        ("all kernels of the step", "8", "busy_us"),
+    ],
+)
+def test_traced_steps_are_those_of_the_record(title: str, streams: str, field: str) -> None:
+    steps = record("moe")["steps"]
+    cells = [f"{steps[label][streams][field] / 1e3:.2f}" for label in ("stock", "ours", "ours, dependent launch")]
+    assert f"| {title} | {' | '.join(cells)} |" in TEXT
+
+
+def test_known_answers_on_a_card_are_all_right_in_every_way_that_the_page_names() -> None:
+    runs = record("known")["runs"]
+    assert {run["asked"] for run in runs} == {79}
+    assert not any(run["wrong"] or run["wrong_alone"] for run in runs)
+    ways = {
+        (run["backend"], bool(run["options"].get("enforce_eager")), "speculative_config" in run["options"])
+        for run in runs
+    }
+    stock = {("stock", True, False), ("stock", False, False)}
+    assert ways == stock | {("hybrid", True, False), ("hybrid", False, False), ("hybrid", False, True)}
+    assert "all 79 right" in TEXT

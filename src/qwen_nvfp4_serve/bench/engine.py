@@ -25,17 +25,24 @@ from qwen_nvfp4_serve.units import GIB
 
 # Kinds of kernels by their names in a profile of vLLM 0.33; the first that matches counts.
 KERNEL_KINDS: tuple[tuple[str, str], ...] = (
-    ("MoE", r"moe|expert|topk|count_and_sort|route_kernel|^(?:gate_up|down|add_up|count_pairs|place_pairs)$"),
+    ("compiled", r"^triton_"),  # norms, activations and gates, named after what stands beside them too
+    ("GDN", r"gdn|gated_delta|fused_recurrent|causal_conv1d|chunk_|nvfp4.*DecodeParams"),
+    ("attention", r"attn|attention|paged|flash::|rope|rotary|reshape_and_cache"),
+    (
+        "MoE",
+        r"moe|expert|topk|count_and_sort|route_kernel|nvfp4.*(?:Moe|Route)Params|"
+        r"^(?:gate_up|down|add_up|count_pairs|place_pairs)$",
+    ),
+    ("16-bit linear", r"nvfp4.*DenseParams|nvjet|dot_kernel|reduce_1Block|splitKreduce"),
     ("ours", r"qwen_nvfp4"),
-    ("NVFP4 and FP8 linear", r"marlin|nvfp4|fp4|scaled_mm|cutlass"),
-    ("GDN", r"gdn|gated_delta|fused_recurrent|causal_conv1d|chunk_"),
-    ("attention", r"attn|attention|paged|flash|rope|rotary|reshape_and_cache"),
-    ("16-bit linear", r"gemm|gemv|cublas|nvjet|addmm|\bmm\b|linear"),
+    ("NVFP4 and FP8 linear", r"marlin|nvfp4|fp4|humming|scaled_mm|cutlass"),
+    ("16-bit linear", r"gemm|gemv|cublas|addmm|\bmm\b|linear"),
     ("norm and activation", r"norm|silu|sigmoid|gelu"),
     ("sampling", r"sample|argmax|softmax|logits"),
     ("copy and cast", r"copy|cast|fill|memset|memcpy"),
 )
 OTHER_KIND = "other"
+OVERLAP = "A kernel that starts before the one ahead has ended counts its waiting here: the times"
 LIMIT = 2**63  # no rate, time or size comes near, and a chart can draw what is below
 
 
@@ -94,6 +101,7 @@ class EngineRun:
     depths: tokens in the cache -> rates behind them. used_bytes: of the card after the measurement, None on a CPU.
     kernels: of one stream's step. kernels_at: streams -> of a step of them all. model_bytes: what the engine counts as
     loaded weights. reserved_bytes: what the allocator of the engine's process holds at last, KV pool included.
+    kernels_apart: no moment counts for two kernels, though one may start before the one ahead has ended.
     core_process: the engine's core had a process of its own, as in a server. cold: no start before had filled a cache.
     side_by_side: other engines started at the same time, so that load_s compares with nothing. restart_s: load_s of new
     processes, from the caches of the first.
@@ -113,6 +121,7 @@ class EngineRun:
     model_bytes: int | None = None
     reserved_bytes: int | None = None
     core_process: bool = False
+    kernels_apart: bool = False
     cold: bool = False
     side_by_side: bool = False
     restart_s: tuple[float, ...] = ()
@@ -267,8 +276,21 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
         lines += _step_lines(f"## A decode step of {run.label}", "token", run.kernels)
         for streams, kernels in sorted(run.kernels_at.items()):
             lines += _step_lines(f"## A decode step of {run.label}, {streams} streams", "step", kernels)
+        if _profiles_overlap(run):
+            lines += [f"{OVERLAP} of {run.label} add up to more than a step.", ""]
     options = {run.label: run.options for run in result.runs}
     return "\n".join([*lines, "Options of vllm.LLM:", "", "```json", json.dumps(options, indent=1), "```", ""])
+
+
+def _profiles_overlap(run: EngineRun) -> bool:
+    """True if a profile's times add up to more than a step took."""
+    found = {1: run.kernels} | run.kernels_at
+    sums = {
+        streams: sum(kernel.us for kernel in kernels) for streams, kernels in found.items() if streams in run.decode
+    }
+    return not run.kernels_apart and any(
+        us > streams / run.decode[streams].median * 1e6 for streams, us in sums.items()
+    )
 
 
 def _core_line(runs: Sequence[EngineRun]) -> str:

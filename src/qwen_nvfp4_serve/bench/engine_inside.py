@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from qwen_nvfp4_serve.bench import dummy_weights
+from qwen_nvfp4_serve.bench.kernel_times import apart
 
 
 class Inside:
@@ -40,11 +41,15 @@ class Inside:
         self.bench_trace.__enter__()
 
     def bench_profile_stop(self) -> list[tuple[str, float, int]]:
-        """Each kernel since then: its name, microseconds in all, calls."""
+        """Each kernel since then: its name, microseconds that were its own in all (`kernel_times.apart`), calls."""
         trace, self.bench_trace = self.bench_trace, None
         trace.__exit__(None, None, None)
-        field = "self_device_time_total" if import_module("torch").cuda.is_available() else "self_cpu_time_total"
-        rows = [(str(row.key), float(getattr(row, field)), int(row.count)) for row in trace.key_averages()]
+        if import_module("torch").cuda.is_available():
+            on_card = import_module("torch.autograd").DeviceType.CUDA
+            events = (event for event in trace.events() if event.device_type == on_card)
+            rows = apart((str(event.name), event.time_range.start, event.time_range.end) for event in events)
+        else:
+            rows = [(str(row.key), float(row.self_cpu_time_total), int(row.count)) for row in trace.key_averages()]
         return [row for row in rows if row[1] > 0]
 
 

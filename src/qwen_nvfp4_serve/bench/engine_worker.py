@@ -190,6 +190,7 @@ def measured(engine: Any, spec: EngineSpec, run: EngineRun) -> EngineRun:
         depths=depths,
         kernels=kernels.pop(1, ()),
         kernels_at=kernels,
+        kernels_apart=True,
         model_bytes=model_bytes,
         used_bytes=used_bytes,
         reserved_bytes=reserved_bytes,
