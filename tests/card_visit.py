@@ -4,10 +4,10 @@ Not a test. Needs vLLM, nvcc and Triton; everything goes to OUT as JSON and logs
 that what is timed has the card to itself and the minutes in which engines compile are used. The record is made of it by
 `qwen-nvfp4 bench record --take OUT`:
 
-    engines    build, admission; stock and ours of each model start all at once and are measured one at a time; with
-               --restarts those of the first model start again then, alone, from the caches of their first start
+    engines    build, admission; then for one model after the other: stock and ours start side by side and are measured
+               one at a time; with --restarts those of the first model start again, alone, from their own caches
     known      known answers of the embedded model, stock and ours, eager, compiled and with drafts: asked while the
-               engines start, which nothing times
+               first engines start, which nothing times
     logs       the engine logs for the planner
     elected    how many experts eight streams elect
     kernels    the experts, the BF16 and the linear layers beside vLLM's, as long as there is time
@@ -34,7 +34,10 @@ from qwen_nvfp4_serve.synthetic.config import model_config
 from qwen_nvfp4_serve.units import GIB
 
 # Architecture, context, depths that are measured, and GiB of a pool that holds one such request or eight short ones.
-MODELS = {"35b": ("35b-a3b", 262_144, (4_096, 65_536, 261_632), 6), "27b": ("27b", 70_000, (4_096, 65_536), 4)}
+MODELS = {
+    "35b": ("35b-a3b", 262_144, (4_096, 65_536, 261_632), 6),
+    "27b": ("27b", 262_144, (4_096, 65_536, 261_632), 10),
+}
 MOE = "35b"
 START_S, KERNELS_S, SIDE_S, MEASURE_S, RESTART_S = 420.0, 150.0, 240.0, 120.0, 200.0
 PARTS = ("engines", "known", "logs", "elected", "kernels")
@@ -56,8 +59,6 @@ class Visit:
     out: Path
     end_s: float
     environment: Mapping[str, str]
-    restarts: int = 0
-    known: Sequence[str] = ()
 
     def left_s(self) -> float:
         """Seconds that are left."""
@@ -150,30 +151,30 @@ def await_ready(visit: Visit, name: str, engine: subprocess.Popen[bytes], deadli
     say(f"{name}: {'ready' if ready.exists() else 'not ready'}")
 
 
-def engines(visit: Visit, models: Sequence[str]) -> None:
-    """Admits kernels, starts all engines, asks known answers meanwhile, then measures one engine after another."""
+def admit(visit: Visit, models: Sequence[str]) -> None:
+    """Tries kernels for each model, with the card to itself, so that engines find the tables."""
     for model in models:
         words = ["kernels", "--config", str(visit.out / model), "--json"]
         visit.run(f"admission-{model}", [sys.executable, "-c", CLI, *words], 180)
+
+
+def engines(visit: Visit, model: str, restarts: int, known: Sequence[str]) -> None:
+    """Starts a model's engines, asks known answers meanwhile, then measures one engine after the other."""
     began_s = time.monotonic()
-    running = {
-        (model, label): start_engine(visit, model, label, visit.restarts if model == models[0] else 0)
-        for model in models
-        for label in LABELS
-    }
-    asked = start_known(visit)
-    for (model, label), engine in running.items():
+    running = {label: start_engine(visit, model, label, restarts) for label in LABELS}
+    asked = start_known(visit, known)
+    for label, engine in running.items():
         await_ready(visit, f"engine-{model}-{label}", engine, began_s + min(START_S, visit.left_s()))
     finish_known(visit, asked, began_s + START_S)
-    for (model, label), engine in running.items():
+    for label, engine in running.items():
         (visit.out / f"engine-{model}-{label}.go").touch()
-        visit.finish(f"engine-{model}-{label}", engine, MEASURE_S + visit.restarts * RESTART_S)
+        visit.finish(f"engine-{model}-{label}", engine, MEASURE_S + restarts * RESTART_S)
 
 
-def start_known(visit: Visit) -> dict[str, subprocess.Popen[bytes]]:
-    """One engine of the embedded model for each way that is asked, all at once."""
+def start_known(visit: Visit, names: Sequence[str]) -> dict[str, subprocess.Popen[bytes]]:
+    """One engine of the embedded model for each of these ways of KNOWN, all at once."""
     asked = {}
-    for name in visit.known:
+    for name in names:
         command = module("tests.known_on_card", str(visit.out / f"known-{name}.json"), json.dumps(KNOWN[name]))
         backend = LABELS["stock" if name.startswith("stock") else "ours"][0]
         asked[name] = visit.start(f"known-{name}", command, QWEN_NVFP4_BACKEND=backend)
@@ -239,14 +240,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         end_s = time.monotonic() + chosen.minutes * 60
         known = chosen.known if "known" in chosen.parts else ()
-        visit = Visit(chosen.out, end_s, environment_of(Path(scratch) / "plugin"), chosen.restarts, known)
+        visit = Visit(chosen.out, end_s, environment_of(Path(scratch) / "plugin"))
         visit.run("build", module("qwen_nvfp4_serve.kernels.build", "--cards", this_card()), 300)
         for model in chosen.models:
             write_config(chosen.out / model, MODELS[model][0])
         if "engines" in chosen.parts:
-            engines(visit, chosen.models)
+            admit(visit, chosen.models)
+            for model in chosen.models:
+                first = model == chosen.models[0]
+                engines(visit, model, chosen.restarts if first else 0, known if first else ())
         else:
-            finish_known(visit, start_known(visit), time.monotonic() + START_S)
+            finish_known(visit, start_known(visit, known), time.monotonic() + START_S)
         if "logs" in chosen.parts:
             visit.run("engine-logs", module("tests.record_engine_logs", str(chosen.out / "engine_logs.json")), SIDE_S)
         if "elected" in chosen.parts and MOE in chosen.models:
