@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.bench_results import CARD
+from tests.processes import left_of
 
+from qwen_nvfp4_serve.bench.clocks import Clocks
 from qwen_nvfp4_serve.bench.engine import (
     DepthRates,
     EngineResult,
@@ -248,9 +250,36 @@ def test_engine_result_with_a_profile_that_no_page_can_show_is_refused(
         read_engine(tmp_path / "engine.json")
 
 
+CLOCKS = Clocks(
+    sm_mhz=1980.0,
+    sm_mhz_low=1830.0,
+    memory_mhz_low=3201.0,
+    power_w=560.4,
+    power_w_high=698.0,
+    reasons=("sw_power_cap",),
+)
+
+
+def test_engine_markdown_says_what_the_card_did_meanwhile() -> None:
+    stock, ours = result().runs
+    page = engine_markdown(replace(result(), runs=(stock, replace(ours, clocks={"decode 8": CLOCKS}))), None)
+    assert "| decode 8 |  | 1,980 MHz (low 1,830), 560 W (high 698), sw_power_cap |\n" in page
+    assert "## The card meanwhile" not in engine_markdown(result(), None)
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(Clocks) if one.name != "reasons"])
+@pytest.mark.parametrize("value", [b"-1.0", b"NaN", b"1e300"])
+def test_engine_result_with_clocks_that_no_page_can_show_is_refused(tmp_path: Path, name: str, value: bytes) -> None:
+    right = replace(made(200, "stock"), clocks={"decode 8": replace(CLOCKS, **{name: 77.25})})
+    (tmp_path / "engine.json").write_bytes(dump_engine(replace(result(), runs=(right,))).replace(b"77.25", value))
+    with pytest.raises(UsageError, match=rf"runs\.0\.clocks\.decode 8\.{name}"):
+        read_engine(tmp_path / "engine.json")
+
+
 def test_engine_result_written_and_read_is_the_same(tmp_path: Path) -> None:
     stock, ours = result().runs
-    both = replace(result(), runs=(stock, replace(ours, core_process=True, kernels_at={8: stock.kernels})))
+    more = replace(ours, core_process=True, kernels_at={8: stock.kernels}, clocks={"decode 8": CLOCKS, "x": Clocks()})
+    both = replace(result(), runs=(stock, more))
     (tmp_path / "engine.json").write_bytes(dump_engine(both))
     assert read_engine(tmp_path / "engine.json") == both
     assert read_spec(dump_spec(SPEC).decode()) == SPEC
@@ -321,6 +350,41 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
     assert slow.options["load_format"] == "dummy"
     assert slow.model_bytes == 3 << 30
     assert (slow.cold, slow.side_by_side, slow.restart_s) == (False, False, ())
+
+
+def test_engine_worker_samples_the_card_of_each_rate_and_leaves_no_sampler(tmp_path: Path) -> None:
+    smi = """#!/bin/sh
+echo $$ >> smi
+case "$*" in *loop-ms*) lines=9999 ;; *) lines=1 ;; esac
+while [ $lines -gt 0 ]; do echo "1980, 3201, 500.5, 60, 0x4"; sleep 0.01; lines=$((lines - 1)); done
+"""
+    for name, code in (STAND_IN | {"nvidia-smi": smi}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    spec = EngineSpec(
+        model_folder="m",
+        configurations={"one": {}, "two": {}},
+        streams=(1, 2),
+        short=1,
+        long=41,
+        prefills=(),  # the stand-in takes no time for them
+        depths=(512,),
+        rounds=1,
+        profile_tokens=0,
+    )
+    (tmp_path / "spec.json").write_bytes(dump_spec(spec))
+    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    subprocess.run(worker, cwd=tmp_path, env=environment, check=True)
+    one, two = read_engine(tmp_path / "engine.json").runs
+    assert list(one.clocks) == list(two.clocks) == ["decode 1", "decode 2", "behind 512"]
+    for clocks in (*one.clocks.values(), *two.clocks.values()):
+        assert (clocks.sm_mhz, clocks.power_w_high, clocks.reasons) == (1980.0, 500.5, ("sw_power_cap",))
+    started = list(map(int, (tmp_path / "smi").read_text().split()))
+    assert len(started) == 5  # to see what it says and then to sample, for each; and for the cards
+    assert not left_of(started, 0.0)
 
 
 def test_engine_worker_starts_again_from_the_caches_of_its_first_start(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tests.test_bench_engine import made, result
 
+from qwen_nvfp4_serve.bench.clocks import Clocks
 from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, read_engine
 from qwen_nvfp4_serve.bench.record import (
     file_of,
@@ -106,6 +107,21 @@ def test_take_of_one_engine_alone_keeps_what_is_known_of_the_other_size(tmp_path
         ("35B-A3B", ["ours"]),
         ("27B", ["stock", "ours"]),
     ]
+
+
+def test_record_page_says_once_a_size_where_the_card_lowered_its_clocks(tmp_path: Path) -> None:
+    capped = Clocks(sm_mhz=1980.0, sm_mhz_low=1830.0, reasons=("sw_power_cap",))
+
+    def hot(found: EngineResult) -> EngineResult:
+        return replace(
+            found, runs=(replace(found.runs[0], clocks={"decode 1": Clocks(reasons=()), "decode 8": capped}),)
+        )
+
+    take(visit(tmp_path / "visit", ours=hot), tmp_path, H200)
+    take(visit(tmp_path / "other", "27b"), tmp_path, H200)
+    page = record_markdown(read_card_record(tmp_path, H200), H200)
+    said = [line for line in page.splitlines() if "lowered its clocks" in line]
+    assert said == ["The card lowered its clocks (sw_power_cap) during decode 8 of ours."]
 
 
 def test_record_of_nothing_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from qwen_nvfp4_serve.bench.clocks import Clocks, clock_figures, clocks_section
 from qwen_nvfp4_serve.bench.machine import Card
 from qwen_nvfp4_serve.bench.rows import cell, number
 from qwen_nvfp4_serve.bench.statistics import Spread, spread
@@ -104,7 +105,7 @@ class EngineRun:
     kernels_apart: no moment counts for two kernels, though one may start before the one ahead has ended.
     core_process: the engine's core had a process of its own, as in a server. cold: no start before had filled a cache.
     side_by_side: other engines started at the same time, so that load_s compares with nothing. restart_s: load_s of new
-    processes, from the caches of the first.
+    processes, from the caches of the first. clocks: measurement, as `decode 8` -> what the card did meanwhile.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -125,6 +126,7 @@ class EngineRun:
     cold: bool = False
     side_by_side: bool = False
     restart_s: tuple[float, ...] = ()
+    clocks: dict[str, Clocks] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,6 +220,7 @@ def _figures(result: EngineResult) -> Iterator[tuple[str, float, bool]]:
         for size in ("model_bytes", "reserved_bytes"):
             if getattr(run, size) is not None:
                 yield f"{where}.{size}", getattr(run, size), False
+        yield from ((f"{where}.clocks.{name}", value, False) for name, value in clock_figures(run.clocks))
         yield from ((f"{where}.kernels_at", streams, True) for streams in run.kernels_at)
         for name, kernels in _profiles(run).items():
             for kernel in kernels:
@@ -272,6 +275,7 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
     weights = Path(result.spec.model_folder).name
     lines += [f"{card or 'no card'}, vLLM {result.vllm}, torch {result.torch}, weights of {weights}", ""]
     lines += [_core_line(result.runs), "", *rates_table(result, model), ""]
+    lines += clocks_section({run.label: run.clocks for run in result.runs})
     for run in result.runs:
         lines += _step_lines(f"## A decode step of {run.label}", "token", run.kernels)
         for streams, kernels in sorted(run.kernels_at.items()):

@@ -25,6 +25,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from qwen_nvfp4_serve.bench.clocks import ClockWatch, watched_clocks
 from qwen_nvfp4_serve.bench.engine import (
     DepthRates,
     EngineResult,
@@ -161,33 +162,16 @@ def start(options: dict[str, Any]) -> Any:
 
 def measured(engine: Any, spec: EngineSpec, run: EngineRun) -> EngineRun:
     """The run with everything that an engine tells that is up."""
-    timer, label = Timer(engine, spec), run.label
+    timer = Timer(engine, spec)
     timer.seconds(spec.short, 1)
-    decode = {}
-    for streams in spec.streams:
-        timer.seconds(spec.short, streams)
-        pairs = [(timer.seconds(spec.short, streams), timer.seconds(spec.long, streams)) for _ in range(spec.rounds)]
-        decode[streams] = decode_rates(spec, streams, [short for short, _ in pairs], [long for _, long in pairs])
-        print(f"{label}: decode {streams} streams {decode[streams].median:.1f} tokens/s", flush=True)
-    prefill = {}
-    for tokens in spec.prefills:
-        timer.seconds(1, 1, tokens)
-        found = spread(tokens / timer.seconds(1, 1, tokens) for _ in range(spec.rounds))
-        if found is not None:
-            prefill[tokens] = found
-    depths = {}
-    for depth in spec.depths:
-        depths[depth] = timer.behind(depth)
-        print(f"{label}: decode behind {depth} tokens {depths[depth].decode:.1f} tokens/s", flush=True)
+    with watched_clocks() as watch:  # over before a profile, which slows steps
+        run = replace(timed(timer, run, watch), clocks=watch.found)
     model_bytes, used_bytes, reserved_bytes = memory(engine)  # before a profiler takes its own
     kernels = {
         count: timer.kernels(spec.profile_tokens, count) for count in spec.profile_streams if spec.profile_tokens
     }
     return replace(
         run,
-        decode=decode,
-        prefill=prefill,
-        depths=depths,
         kernels=kernels.pop(1, ()),
         kernels_at=kernels,
         kernels_apart=True,
@@ -195,6 +179,31 @@ def measured(engine: Any, spec: EngineSpec, run: EngineRun) -> EngineRun:
         used_bytes=used_bytes,
         reserved_bytes=reserved_bytes,
     )
+
+
+def timed(timer: Timer, run: EngineRun, watch: ClockWatch) -> EngineRun:
+    """The run with every rate of the spec; the watch knows which of them is taken."""
+    spec = timer.spec
+    decode = {}
+    for streams in spec.streams:
+        timer.seconds(spec.short, streams)
+        with watch.during(f"decode {streams}"):
+            pairs = [[timer.seconds(tokens, streams) for tokens in (spec.short, spec.long)] for _ in range(spec.rounds)]
+        decode[streams] = decode_rates(spec, streams, [short for short, _ in pairs], [long for _, long in pairs])
+        print(f"{run.label}: decode {streams} streams {decode[streams].median:.1f} tokens/s", flush=True)
+    prefill = {}
+    for tokens in spec.prefills:
+        timer.seconds(1, 1, tokens)
+        with watch.during(f"prefill {tokens}"):
+            found = spread(tokens / timer.seconds(1, 1, tokens) for _ in range(spec.rounds))
+        if found is not None:
+            prefill[tokens] = found
+    depths = {}
+    for depth in spec.depths:
+        with watch.during(f"behind {depth}"):
+            depths[depth] = timer.behind(depth)
+        print(f"{run.label}: decode behind {depth} tokens {depths[depth].decode:.1f} tokens/s", flush=True)
+    return replace(run, decode=decode, prefill=prefill, depths=depths)
 
 
 class Timer:

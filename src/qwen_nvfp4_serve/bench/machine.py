@@ -101,7 +101,7 @@ def parse_cards(text: str) -> tuple[Card, ...]:
         if len(words) != len(CARD_FIELDS):
             continue
         values = dict(zip(CARD_FIELDS.values(), words, strict=True))
-        numbers = {name: _number(value) for name, value in values.items() if name not in _TEXTS}
+        numbers = {name: read_number(value) for name, value in values.items() if name not in _TEXTS}
         cards.append(
             Card(
                 name=values["name"],
@@ -150,7 +150,8 @@ def _cpu_name() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def _number(text: str) -> float | None:
+def read_number(text: str) -> float | None:
+    """A value of nvidia-smi's; None for one that it does not know, as `[N/A]`."""
     try:
         value = float(text)
     except ValueError:

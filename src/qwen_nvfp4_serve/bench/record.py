@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from qwen_nvfp4_serve.bench.clocks import cap_line
 from qwen_nvfp4_serve.bench.engine import (
     EngineResult,
     dump_engine,
@@ -137,6 +138,8 @@ def record_markdown(record: Sequence[Recorded], card: GpuRow) -> str:
         if costs_known(one.result):
             lines += [f"![memory and start]({card.name}-{one.size}-costs.png)", ""]
         lines += [*rates_table(one.result, one.model), ""]
+        capped = cap_line({run.label: run.clocks for run in one.result.runs})
+        lines += [capped, ""] if capped else []
         lines += [f"Options, and every kind of kernel of a decode step: [{page}]({page}).", ""]
     other = find_gpu(BESIDE)
     lines += [f"## One stream, beside what others published for the {other.title}", ""]
