@@ -22,16 +22,13 @@ from qwen_nvfp4_serve.bench.engine import (
     EngineRun,
     EngineSpec,
     Kernel,
-    by_kind,
     decode_rates,
     dump_engine,
     dump_spec,
-    engine_markdown,
-    kind_of,
     read_engine,
     read_spec,
-    roofline,
 )
+from qwen_nvfp4_serve.bench.engine_page import by_kind, engine_markdown, kind_of, roofline
 from qwen_nvfp4_serve.bench.kernel_times import apart
 from qwen_nvfp4_serve.bench.rows import number
 from qwen_nvfp4_serve.bench.statistics import Spread, spread

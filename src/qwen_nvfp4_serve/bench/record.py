@@ -8,14 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qwen_nvfp4_serve.bench.clocks import cap_line
-from qwen_nvfp4_serve.bench.engine import (
-    EngineResult,
-    dump_engine,
-    engine_markdown,
-    rates_table,
-    read_engine,
-    short_context,
-)
+from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, read_engine
+from qwen_nvfp4_serve.bench.engine_page import engine_markdown, rates_table, short_context
 from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.landscape import bounds, entries
 from qwen_nvfp4_serve.bench.published import Published

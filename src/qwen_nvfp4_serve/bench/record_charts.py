@@ -15,7 +15,8 @@ from qwen_nvfp4_serve.bench.drawing import (
     save,
     streams_axis,
 )
-from qwen_nvfp4_serve.bench.engine import EngineRun, short_context
+from qwen_nvfp4_serve.bench.engine import EngineRun
+from qwen_nvfp4_serve.bench.engine_page import short_context
 from qwen_nvfp4_serve.bench.landscape import bounds, entries
 from qwen_nvfp4_serve.bench.record import BESIDE, LABELS, Recorded, costs_known, measured_on, one_stream
 from qwen_nvfp4_serve.bench.series import Line, Point

@@ -101,7 +101,8 @@ def screen() -> Console:
 
 def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
     """Runs the worker in a process that becomes the engine, then writes and prints the page."""
-    from qwen_nvfp4_serve.bench.engine import check_spec, dump_spec, engine_markdown, read_engine
+    from qwen_nvfp4_serve.bench.engine import check_spec, dump_spec, read_engine
+    from qwen_nvfp4_serve.bench.engine_page import engine_markdown
     from qwen_nvfp4_serve.bench.files import PAGE, check_page, write_whole, writing
     from qwen_nvfp4_serve.errors import QwenNvfp4Error
     from qwen_nvfp4_serve.preflight import installed_kind
