@@ -314,6 +314,27 @@ def test_engine_result_without_a_run_is_no_result(tmp_path: Path) -> None:
         read_engine(tmp_path / "engine.json")
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"),
+    [
+        (b'"load_s": 60.0', b'"load_s": "long"', r"runs\.0\.load_s: seen Input should be a valid number"),
+        (b'"std": 0.0', b'"dev": 0.0', r"runs\.0\.decode\.1\.std: seen Field required"),
+        (b'"spec"', b"spec", "the file: seen Invalid JSON"),
+    ],
+)
+def test_engine_result_that_is_damaged_is_refused_by_the_field(
+    tmp_path: Path, right: bytes, wrong: bytes, says: str
+) -> None:
+    (tmp_path / "engine.json").write_bytes(dump_engine(result()).replace(right, wrong))
+    with pytest.raises(UsageError, match=rf"engine\.json, {says}"):
+        read_engine(tmp_path / "engine.json")
+
+
+def test_engine_result_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"engine\.json: seen No such file"):
+        read_engine(tmp_path / "engine.json")
+
+
 def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
     for name, code in STAND_IN.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

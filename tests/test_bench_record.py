@@ -207,7 +207,7 @@ def wrong(path: str, value: str) -> Callable[[str], str]:
         *way, last = path.split(".")
         for step in way:
             at = at[int(step)] if isinstance(at, list) else at[step]
-        at[last] = json.loads(value)
+        at[int(last) if isinstance(at, list) else last] = json.loads(value)
         return json.dumps(found)
 
     return change
@@ -222,6 +222,14 @@ def wrong(path: str, value: str) -> Callable[[str], str]:
         ("runs.0.decode.1.median", "1e308"),
         ("runs.0.model_bytes", "1" + "0" * 400),
         ("runs.0.decode.1.std", "-1"),
+        ("runs.0.decode.1.std", "7"),
+        ("runs.0.decode.1.mean", "NaN"),
+        ("runs.0.decode.1.low", "Infinity"),
+        ("runs.0.decode.1.high", "0"),
+        ("runs.0.decode.1.values", "[]"),
+        ("runs.0.decode.1.values.1", "NaN"),
+        ("runs.0.decode.1.median", "201"),
+        ("runs.0.prefill.8192.high", "6999"),
         ("runs.0.depths.65536.decode", "0"),
         ("spec.streams", "[]"),
         ("spec.streams", "[0]"),
@@ -239,6 +247,19 @@ def test_command_take_of_what_cannot_be_drawn_replaces_nothing(
     said = capsys.readouterr().err
     assert f"engine-35b-stock.json, {path}: seen" in said
     assert len(said.splitlines()) == 1
+    assert {file: file.read_bytes() for file in tmp_path.glob("*.*")} == before
+
+
+def test_nothing_is_written_that_could_not_be_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON has no NaN: what was written in its place is another option."""
+    take(visit(tmp_path / "good"), tmp_path, H200)
+    before = {file: file.read_bytes() for file in tmp_path.glob("*.*")}
+    stock = visit(tmp_path / "visit") / "engine-35b-stock.json"
+    stock.write_text(wrong("spec.configurations.stock.a", "NaN")(stock.read_text()))
+    assert command(monkeypatch, "--take", str(tmp_path / "visit"), "--out", str(tmp_path)) == 2
+    assert "engine-35b-h200.json" in capsys.readouterr().err
     assert {file: file.read_bytes() for file in tmp_path.glob("*.*")} == before
 
 

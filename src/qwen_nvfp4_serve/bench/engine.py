@@ -18,6 +18,8 @@ from qwen_nvfp4_serve.bench.statistics import Spread, spread
 from qwen_nvfp4_serve.errors import UsageError
 
 LIMIT = 2**63  # no rate, time or size comes near, and a chart can draw what is below
+SPREAD = ("median", "mean", "std", "low", "high")
+ROUNDING = 1e-9  # of the highest value: what another order of adding up may change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,29 +163,60 @@ def dump_engine(result: EngineResult) -> bytes:
 def read_engine(path: Path) -> EngineResult:
     """A result from a file that the worker wrote. Raises UsageError naming a field that no page can show."""
     try:
-        result = _RESULT.validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise UsageError(f"engine result {path}", seen=str(error).splitlines()[0]) from None
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"engine result {path}", seen=error.strerror) from None
+    return parse_engine(data, path)
+
+
+def parse_engine(data: bytes, path: Path) -> EngineResult:
+    """The same of what is in that file, or shall be."""
+    try:
+        result = _RESULT.validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UsageError(f"engine result {path}, {where}", seen=first["msg"], expected="what a bench wrote") from None
     if not result.runs:
         raise UsageError(f"engine result {path}, runs", seen="none", expected="one or more")
     for name, value, positive in _figures(result):
         if not 0 <= value < LIMIT or (positive and value == 0):  # NaN is neither
             expected = f"a number below 2^63, {'above 0' if positive else '0 or more'}"
             raise UsageError(f"engine result {path}, {name}", seen=str(value), expected=expected)
+    for name, said in _spreads(result):
+        _check_spread(f"engine result {path}, {name}", said)
     return result
+
+
+def _check_spread(where: str, said: Spread) -> None:
+    """Raises UsageError where a figure is not what its own values come to."""
+    found = spread(said.values)
+    if found is None:
+        raise UsageError(f"{where}.values", seen="none", expected="one or more")
+    for name in SPREAD:
+        seen, expected = getattr(said, name), getattr(found, name)
+        if abs(seen - expected) > ROUNDING * found.high:
+            raise UsageError(f"{where}.{name}", seen=str(seen), expected=f"{expected}, as its values say")
+
+
+def _spreads(result: EngineResult) -> Iterator[tuple[str, Spread]]:
+    """Every rate that was taken several times, and where it stands."""
+    for place, run in enumerate(result.runs):
+        for kind, rates in (("decode", run.decode), ("prefill", run.prefill)):
+            yield from ((f"runs.{place}.{kind}.{count}", value) for count, value in rates.items())
 
 
 def _figures(result: EngineResult) -> Iterator[tuple[str, float, bool]]:
     """Every figure that a page divides by or a chart draws: where it stands, what it is, whether it is above 0."""
     for name in ("streams", "prefills", "depths"):
         yield from ((f"spec.{name}", value, True) for value in getattr(result.spec, name))
+    for where, rates in _spreads(result):
+        yield from ((f"{where}.{name}", getattr(rates, name), name != "std") for name in SPREAD)
+        yield from ((f"{where}.values.{place}", value, True) for place, value in enumerate(rates.values))
     for place, run in enumerate(result.runs):
         where = f"runs.{place}"
-        for kind, rates in (("decode", run.decode), ("prefill", run.prefill)):
-            for count, value in rates.items():
-                yield f"{where}.{kind}", count, True
-                yield f"{where}.{kind}.{count}.median", value.median, True
-                yield f"{where}.{kind}.{count}.std", value.std, False
+        yield from ((f"{where}.decode", count, True) for count in run.decode)
+        yield from ((f"{where}.prefill", count, True) for count in run.prefill)
         for depth, behind in run.depths.items():
             yield f"{where}.depths", depth, True
             yield f"{where}.depths.{depth}.prefill", behind.prefill, True

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qwen_nvfp4_serve.bench.clocks import cap_line
-from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, read_engine
+from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, parse_engine, read_engine
 from qwen_nvfp4_serve.bench.engine_page import engine_markdown, rates_table, short_context
 from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.landscape import bounds, entries
@@ -104,6 +104,8 @@ def write_card_record(folder: Path, card: GpuRow, visit: Path | None = None) -> 
     taken = {} if visit is None else read_visit(visit, card)
     record = read_card_record(folder, card, taken)
     files = {file_of(folder, size, card): dump_engine(result) for size, result in taken.items()}
+    for size, result in taken.items():
+        _check_readable(file_of(folder, size, card), files[file_of(folder, size, card)], result)
     for one in record:
         page = file_of(folder, one.size, card).with_suffix(".md")
         files[page] = engine_markdown(one.result, one.model).encode()
@@ -246,6 +248,12 @@ def _check_part(file: Path, result: EngineResult, card: GpuRow) -> None:
         raise UsageError(f"{file.name}, card", seen=name or "none", expected=card.title)
     if not result.spec.streams:  # a start that only took its time measures none, and is no record
         raise UsageError(f"{file.name}, spec.streams", seen="none", expected="one or more")
+
+
+def _check_readable(file: Path, data: bytes, result: EngineResult) -> None:
+    if parse_engine(data, file) != result:
+        seen = "an option or a figure that JSON does not hold"
+        raise UsageError(f"record {file}", seen=seen, expected="what can be read again as it is")
 
 
 def _card_name(result: EngineResult) -> str | None:
