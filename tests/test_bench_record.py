@@ -98,15 +98,64 @@ def test_take_of_what_does_not_belong_together_is_refused_and_nothing_written(
     assert not list(tmp_path.glob("*.json"))
 
 
-def test_take_of_one_engine_alone_keeps_what_is_known_of_the_other_size(tmp_path: Path) -> None:
+def test_take_keeps_what_is_known_of_the_size_that_a_visit_has_nothing_of(tmp_path: Path) -> None:
     take(visit(tmp_path / "first", "27b"), tmp_path, H200)
-    (visit(tmp_path / "second") / "engine-35b-stock.json").unlink()
-    take(tmp_path / "second", tmp_path, H200)
+    take(visit(tmp_path / "second"), tmp_path, H200)
     both = read_card_record(tmp_path, H200)
     assert [(one.title, [run.label for run in one.result.runs]) for one in both] == [
-        ("35B-A3B", ["ours"]),
+        ("35B-A3B", ["stock", "ours"]),
         ("27B", ["stock", "ours"]),
     ]
+
+
+@pytest.mark.parametrize(("gone", "left"), [("stock", "ours"), ("ours", "stock")])
+def test_take_of_one_engine_alone_is_refused_and_keeps_the_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, gone: str, left: str
+) -> None:
+    take(visit(tmp_path / "good"), tmp_path, H200)
+    before = {file: file.read_bytes() for file in tmp_path.glob("*.*")}
+    visit(tmp_path / "visit", "27b")
+    (visit(tmp_path / "visit") / f"engine-35b-{gone}.json").unlink()
+    assert command(monkeypatch, "--take", str(tmp_path / "visit"), "--out", str(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert f"35B-A3B: seen {left} alone, expected stock and ours of one visit" in said
+    assert len(said.splitlines()) == 1
+    assert {file: file.read_bytes() for file in tmp_path.glob("*.*")} == before
+
+
+def labelled(*labels: str) -> Callable[[EngineResult], EngineResult]:
+    """The run of a file under other names than the file's."""
+
+    def change(found: EngineResult) -> EngineResult:
+        runs = tuple(replace(found.runs[0], label=label) for label in labels)
+        return replace(found, runs=runs, spec=replace(found.spec, configurations={label: {} for label in labels}))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("labels", "seen"), [(("stock",), "stock"), (("ours", "stock"), "ours, stock"), (("ours|stock",), "ours|stock")]
+)
+def test_take_of_a_run_under_another_name_than_its_files_is_refused(
+    tmp_path: Path, labels: tuple[str, ...], seen: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"engine-35b-ours.json, label of its runs: seen {seen}, expected")):
+        take(visit(tmp_path / "visit", ours=labelled(*labels)), tmp_path, H200)
+
+
+def test_take_of_a_configuration_under_another_name_than_its_run_is_refused(tmp_path: Path) -> None:
+    def change(found: EngineResult) -> EngineResult:
+        return replace(found, spec=replace(found.spec, configurations={"stock": {}}))
+
+    with pytest.raises(UsageError, match=re.escape("engine-35b-ours.json, spec.configurations: seen stock, expected")):
+        take(visit(tmp_path / "visit", ours=change), tmp_path, H200)
+
+
+@pytest.mark.parametrize("labels", [("ours", "stock"), ("ours", "ours"), ("ours",), ("stock", "ours", "more")])
+def test_record_whose_columns_are_not_stock_and_ours_is_refused(tmp_path: Path, labels: tuple[str, ...]) -> None:
+    file_of(tmp_path, "35b", H200).write_bytes(dump_engine(labelled(*labels)(result())))
+    with pytest.raises(UsageError, match=rf"engine-35b-h200\.json, label of its runs: seen {', '.join(labels)}"):
+        read_card_record(tmp_path, H200)
 
 
 def test_record_page_says_once_a_size_where_the_card_lowered_its_clocks(tmp_path: Path) -> None:

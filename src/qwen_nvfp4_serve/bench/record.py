@@ -68,7 +68,7 @@ def read_card_record(
             if not file.exists():
                 continue
             result = read_engine(file)
-            _check_part(file, result, card)
+            _check_part(file, result, card, LABELS)
         found.append(Recorded(size=size, model=_plan_model(size), result=result))
     if not found:
         expected = " or ".join(file_of(folder, size, card).name for size in SIZES)
@@ -79,17 +79,23 @@ def read_card_record(
 def read_visit(visit: Path, card: GpuRow) -> dict[str, EngineResult]:
     """The files `engine-<size>-<label>.json` of a visit to a card, joined into one result a size.
 
-    Raises UsageError where the visit has nothing at all, or what it has of one size is not of one machine, one version
-    and one workload.
+    Raises UsageError where the visit has nothing at all, one engine of a size alone, or of one size what is not of one
+    machine, one version and one workload.
     """
     taken = {}
-    for size in SIZES:
-        files = [visit / f"engine-{size}-{label}.json" for label in LABELS]
-        parts = [(file, read_engine(file)) for file in files if file.exists()]
+    for size, title in SIZES.items():
+        files = {label: visit / f"engine-{size}-{label}.json" for label in LABELS}
+        parts = {label: (file, read_engine(file)) for label, file in files.items() if file.exists()}
+        for label, (file, part) in parts.items():
+            _check_part(file, part, card, (label,))
+        if len(parts) == 1:
+            raise UsageError(
+                f"visit {visit}, {title}",
+                seen=f"{next(iter(parts))} alone",
+                expected=f"{' and '.join(LABELS)} of one visit, since figures of two do not compare",
+            )
         if parts:
-            for file, part in parts:
-                _check_part(file, part, card)
-            taken[size] = _joined(parts, MODELS[size])
+            taken[size] = _joined(tuple(parts.values()), MODELS[size])
     if not taken:
         expected = "engine-<size>-<label>.json, as a visit to a card leaves them"
         raise UsageError(f"visit {visit}", seen="no engine", expected=expected)
@@ -242,12 +248,19 @@ def _core_processes(result: EngineResult) -> str:
     return " and ".join(sorted({str(run.core_process) for run in result.runs}))
 
 
-def _check_part(file: Path, result: EngineResult, card: GpuRow) -> None:
+def _check_part(file: Path, result: EngineResult, card: GpuRow, labels: Sequence[str]) -> None:
+    """Raises UsageError where a file is not of the card, or its engines are others than those of its place."""
     name = _card_name(result)
     if name is None or match_gpu(name) != card:
         raise UsageError(f"{file.name}, card", seen=name or "none", expected=card.title)
     if not result.spec.streams:  # a start that only took its time measures none, and is no record
         raise UsageError(f"{file.name}, spec.streams", seen="none", expected="one or more")
+    for what, found in (
+        ("label of its runs", [run.label for run in result.runs]),
+        ("spec.configurations", list(result.spec.configurations)),
+    ):
+        if found != list(labels):
+            raise UsageError(f"{file.name}, {what}", seen=", ".join(found), expected=", ".join(labels))
 
 
 def _check_readable(file: Path, data: bytes, result: EngineResult) -> None:
