@@ -23,6 +23,7 @@ from qwen_nvfp4_serve.bench.record import (
 )
 from qwen_nvfp4_serve.bench.record_charts import start_bars
 from qwen_nvfp4_serve.bench.rows import number
+from qwen_nvfp4_serve.bench.statistics import spread
 from qwen_nvfp4_serve.cli import main
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.gpus import GpuRow, find_gpu
@@ -171,6 +172,33 @@ def test_record_page_says_once_a_size_where_the_card_lowered_its_clocks(tmp_path
     page = record_markdown(read_card_record(tmp_path, H200), H200)
     said = [line for line in page.splitlines() if "lowered its clocks" in line]
     assert said == ["The card lowered its clocks (sw_power_cap) during decode 8 of ours."]
+
+
+def test_record_page_says_where_the_core_ran_once_a_size(tmp_path: Path) -> None:
+    def apart(found: EngineResult) -> EngineResult:
+        return replace(found, runs=(replace(found.runs[0], core_process=True),))
+
+    take(visit(tmp_path / "visit", stock=apart, ours=apart), tmp_path, H200)
+    take(visit(tmp_path / "other", "27b"), tmp_path, H200)
+    page = record_markdown(read_card_record(tmp_path, H200), H200)
+    assert [line for line in page.splitlines() if line.startswith("The engine's core")] == [
+        "The engine's core had a process of its own.",
+        "The engine's core shared the bench's process.",
+    ]
+
+
+def test_record_page_names_the_rates_that_scatter(tmp_path: Path) -> None:
+    def scattered(found: EngineResult) -> EngineResult:
+        """Standard deviations of 5.1 % and 4.9 % of the median."""
+        rates = {1: spread([94.9, 105.1]), 2: spread([95.1, 104.9])}
+        return replace(found, runs=(replace(found.runs[0], decode=rates, prefill={8192: spread([6000.0, 8000.0])}),))
+
+    take(visit(tmp_path / "visit", ours=scattered), tmp_path, H200)
+    take(visit(tmp_path / "other", "27b"), tmp_path, H200)
+    page = record_markdown(read_card_record(tmp_path, H200), H200)
+    assert [line for line in page.splitlines() if "scatter" in line] == [
+        "Rates that scatter, with a standard deviation above 5 % of the median: decode 1, prefill 8192 of ours."
+    ]
 
 
 def test_record_of_nothing_is_refused(tmp_path: Path) -> None:

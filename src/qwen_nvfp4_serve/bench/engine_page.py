@@ -35,6 +35,7 @@ KERNEL_KINDS: tuple[tuple[str, str], ...] = (
     ("copy and cast", r"copy|cast|fill|memset|memcpy"),
 )
 OTHER_KIND = "other"
+SCATTER = 0.05  # standard deviation over median
 OVERLAP = "A kernel that starts before the one ahead has ended counts its waiting here: the times"
 
 
@@ -68,7 +69,9 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
     lines = [f"# Engine: {' against '.join(run.label for run in result.runs)}", ""]
     weights = Path(result.spec.model_folder).name
     lines += [f"{card or 'no card'}, vLLM {result.vllm}, torch {result.torch}, weights of {weights}", ""]
-    lines += [_core_line(result.runs), "", *rates_table(result, model), ""]
+    lines += [core_line(result.runs), "", *rates_table(result, model), ""]
+    scattered = scatter_line(result.runs)
+    lines += [scattered, ""] if scattered else []
     lines += clocks_section({run.label: run.clocks for run in result.runs})
     for run in result.runs:
         lines += _step_lines(f"## A decode step of {run.label}", "token", run.kernels)
@@ -91,13 +94,30 @@ def _profiles_overlap(run: EngineRun) -> bool:
     )
 
 
-def _core_line(runs: Sequence[EngineRun]) -> str:
+def core_line(runs: Sequence[EngineRun]) -> str:
     """In which process the engine's core was: one that it shares waits for the Python of the requests too."""
     places = {True: "The engine's core had a process of its own", False: "The engine's core shared the bench's process"}
     same = {run.core_process for run in runs}
     if len(same) == 1:
         return places[same.pop()] + "."
     return " ".join(f"{places[run.core_process]}: {run.label}." for run in runs)
+
+
+def scatter_line(runs: Sequence[EngineRun]) -> str | None:
+    """Which rates differ from round to round so much that their ratio says little; None where none does."""
+    places = []
+    for run in runs:
+        rates = [
+            (f"{kind} {count}", rate) for kind in ("decode", "prefill") for count, rate in getattr(run, kind).items()
+        ]
+        names = [name for name, rate in rates if rate.std > SCATTER * rate.median]
+        if names:
+            places.append(f"{', '.join(names)} of {run.label}")
+    if not places:
+        return None
+    return (
+        f"Rates that scatter, with a standard deviation above {SCATTER * 100:.0f} % of the median: {'; '.join(places)}."
+    )
 
 
 def _step_lines(title: str, unit: str, kernels: Sequence[Kernel]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qwen_nvfp4_serve.bench.clocks import cap_line
 from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, parse_engine, read_engine
-from qwen_nvfp4_serve.bench.engine_page import engine_markdown, rates_table, short_context
+from qwen_nvfp4_serve.bench.engine_page import core_line, engine_markdown, rates_table, scatter_line, short_context
 from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.landscape import bounds, entries
 from qwen_nvfp4_serve.bench.published import Published
@@ -136,12 +136,13 @@ def record_markdown(record: Sequence[Recorded], card: GpuRow) -> str:
     for one in record:
         page = f"engine-{one.size}-{card.name}.md"
         lines += [f"## {one.title}", "", f"Measured on: {measured_on(one.result)}.", ""]
+        lines += [core_line(one.result.runs), ""]
         lines += [f"![{one.title}]({card.name}-{one.size}.png)", ""]
         if costs_known(one.result):
             lines += [f"![memory and start]({card.name}-{one.size}-costs.png)", ""]
         lines += [*rates_table(one.result, one.model), ""]
-        capped = cap_line({run.label: run.clocks for run in one.result.runs})
-        lines += [capped, ""] if capped else []
+        for said in (scatter_line(one.result.runs), cap_line({run.label: run.clocks for run in one.result.runs})):
+            lines += [said, ""] if said else []
         lines += [f"Options, and every kind of kernel of a decode step: [{page}]({page}).", ""]
     other = find_gpu(BESIDE)
     lines += [f"## One stream, beside what others published for the {other.title}", ""]
