@@ -330,6 +330,17 @@ def test_engine_result_that_is_damaged_is_refused_by_the_field(
         read_engine(tmp_path / "engine.json")
 
 
+@pytest.mark.parametrize("label", ["", "a|b", "a\nb", "a\u2028b", "a\x1b[2J"])
+def test_label_that_no_table_can_show_is_refused_before_an_engine_starts_and_in_a_result(
+    tmp_path: Path, label: str
+) -> None:
+    with pytest.raises(UsageError, match=r"engine bench, configurations\..*printable"):
+        read_spec(dump_spec(replace(SPEC, configurations={label: {}})).decode())
+    (tmp_path / "engine.json").write_bytes(dump_engine(replace(result(), runs=(made(200, label),))))
+    with pytest.raises(UsageError, match=r"engine\.json, runs\.0\.label: seen .*printable"):
+        read_engine(tmp_path / "engine.json")
+
+
 def test_engine_result_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"engine\.json: seen No such file"):
         read_engine(tmp_path / "engine.json")

@@ -89,6 +89,22 @@ def test_take_joins_the_engines_of_a_size_without_the_visits_folder(tmp_path: Pa
             lambda found: replace(found, runs=(replace(found.runs[0], core_process=True),)),
             "core_process of its runs: seen True",
         ),
+        (
+            lambda found: replace(found, runs=(replace(found.runs[0], side_by_side=True),)),
+            "side_by_side of its runs: seen True, expected False",
+        ),
+        (
+            lambda found: replace(found, runs=(replace(found.runs[0], kernels_apart=True),)),
+            "kernels_apart of its runs: seen True, expected False",
+        ),
+        (
+            lambda found: replace(found, cards=(replace(found.cards[0], driver="1.2"),)),
+            "driver: seen 1.2, expected ",
+        ),
+        (
+            lambda found: replace(found, cards=(replace(found.cards[0], power_limit_w=350.0),)),
+            "power limit: seen 350.0, expected ",
+        ),
     ],
 )
 def test_take_of_what_does_not_belong_together_is_refused_and_nothing_written(
@@ -135,7 +151,7 @@ def labelled(*labels: str) -> Callable[[EngineResult], EngineResult]:
 
 
 @pytest.mark.parametrize(
-    ("labels", "seen"), [(("stock",), "stock"), (("ours", "stock"), "ours, stock"), (("ours|stock",), "ours|stock")]
+    ("labels", "seen"), [(("stock",), "stock"), (("ours", "stock"), "ours, stock"), (("more",), "more")]
 )
 def test_take_of_a_run_under_another_name_than_its_files_is_refused(
     tmp_path: Path, labels: tuple[str, ...], seen: str
@@ -272,8 +288,11 @@ def test_start_beside_other_engines_is_said_and_not_drawn(tmp_path: Path) -> Non
 def test_command_of_a_folder_without_an_engine_is_wrong_use(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert command(monkeypatch, "--out", str(tmp_path / "empty")) == 2
-    assert "no engine of this card" in capsys.readouterr().err
+    (tmp_path / "own").mkdir()
+    for out in ("docs/results", "own"):
+        assert command(monkeypatch, "--out", str(tmp_path / out)) == 2
+        assert "no engine of this card" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["own"]  # no folder that was not there
 
 
 def wrong(path: str, value: str) -> Callable[[str], str]:
@@ -308,6 +327,18 @@ def wrong(path: str, value: str) -> Callable[[str], str]:
         ("runs.0.decode.1.median", "201"),
         ("runs.0.prefill.8192.high", "6999"),
         ("runs.0.depths.65536.decode", "0"),
+        ("runs.0.depths.65536.decode", "1e-300"),
+        ("runs.0.decode", "{}"),
+        ("runs.0.prefill", "{}"),
+        ("runs.0.depths", "{}"),
+        ("runs.0.kernels_at.1", "[]"),
+        ("cards.0.power_limit_w", "NaN"),
+        ("cards.0.sm_clock_mhz", "Infinity"),
+        ("spec.prompt", "-500"),
+        ("spec.prompt", "1000000000000"),
+        ("spec.short", "-1"),
+        ("spec.long", "1000000000000"),
+        ("spec.rounds", "0"),
         ("spec.streams", "[]"),
         ("spec.streams", "[0]"),
     ],

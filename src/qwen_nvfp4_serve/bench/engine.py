@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from qwen_nvfp4_serve.bench.clocks import Clocks, clock_figures
 from qwen_nvfp4_serve.bench.machine import Card
@@ -18,8 +18,20 @@ from qwen_nvfp4_serve.bench.statistics import Spread, spread
 from qwen_nvfp4_serve.errors import UsageError
 
 LIMIT = 2**63  # no rate, time or size comes near, and a chart can draw what is below
+RATES = {"decode": "streams", "prefill": "prefills", "depths": "depths"}  # of a run -> its keys, of the spec
 SPREAD = ("median", "mean", "std", "low", "high")
+COUNT_LIMIT = 2**31  # no prompt, answer or number of streams comes near
+LEAST_RATE = 1e-6  # tokens/s: what is slower is no rate, and a ratio to it no number
 ROUNDING = 1e-9  # of the highest value: what another order of adding up may change
+
+
+def _shown(label: str) -> str:
+    if not label or not label.isprintable() or "|" in label:
+        raise ValueError("not a word of printable characters without |, as the head of a column is")
+    return label
+
+
+Label = Annotated[str, AfterValidator(_shown)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +48,7 @@ class EngineSpec:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     model_folder: str
-    configurations: dict[str, dict[str, Any]]
+    configurations: dict[Label, dict[str, Any]]
     streams: tuple[int, ...] = (1, 2, 4, 8)
     prompt: int = 128
     short: int = 16
@@ -85,7 +97,7 @@ class EngineRun:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    label: str
+    label: Label
     options: dict[str, str]
     load_s: float
     decode: dict[int, Spread]
@@ -179,10 +191,12 @@ def parse_engine(data: bytes, path: Path) -> EngineResult:
         raise UsageError(f"engine result {path}, {where}", seen=first["msg"], expected="what a bench wrote") from None
     if not result.runs:
         raise UsageError(f"engine result {path}, runs", seen="none", expected="one or more")
-    for name, value, positive in _figures(result):
-        if not 0 <= value < LIMIT or (positive and value == 0):  # NaN is neither
-            expected = f"a number below 2^63, {'above 0' if positive else '0 or more'}"
-            raise UsageError(f"engine result {path}, {name}", seen=str(value), expected=expected)
+    for name, count in _counts(result):
+        _check_number(f"engine result {path}, {name}", count, 1, COUNT_LIMIT)
+    for name, value, least in _figures(result):
+        _check_number(f"engine result {path}, {name}", value, least, LIMIT)
+    for name, missing in _missing(result):
+        raise UsageError(f"engine result {path}, {name}", seen=f"none of {missing}", expected="all that its spec names")
     for name, said in _spreads(result):
         _check_spread(f"engine result {path}, {name}", said)
     return result
@@ -206,32 +220,57 @@ def _spreads(result: EngineResult) -> Iterator[tuple[str, Spread]]:
             yield from ((f"runs.{place}.{kind}.{count}", value) for count, value in rates.items())
 
 
-def _figures(result: EngineResult) -> Iterator[tuple[str, float, bool]]:
-    """Every figure that a page divides by or a chart draws: where it stands, what it is, whether it is above 0."""
-    for name in ("streams", "prefills", "depths"):
-        yield from ((f"spec.{name}", value, True) for value in getattr(result.spec, name))
-    for where, rates in _spreads(result):
-        yield from ((f"{where}.{name}", getattr(rates, name), name != "std") for name in SPREAD)
-        yield from ((f"{where}.values.{place}", value, True) for place, value in enumerate(rates.values))
+def _check_number(where: str, value: float, least: float, limit: int) -> None:
+    if not least <= value < limit:  # as NaN is neither
+        raise UsageError(where, seen=str(value), expected=f"{least:g} or more, below 2^{limit.bit_length() - 1}")
+
+
+def _counts(result: EngineResult) -> Iterator[tuple[str, int]]:
+    """Every number of tokens, streams or rounds, and where it stands."""
+    yield from ((f"spec.{name}", getattr(result.spec, name)) for name in ("prompt", "short", "long", "rounds"))
+    for name in RATES.values():
+        yield from ((f"spec.{name}", count) for count in getattr(result.spec, name))
     for place, run in enumerate(result.runs):
-        where = f"runs.{place}"
-        yield from ((f"{where}.decode", count, True) for count in run.decode)
-        yield from ((f"{where}.prefill", count, True) for count in run.prefill)
-        for depth, behind in run.depths.items():
-            yield f"{where}.depths", depth, True
-            yield f"{where}.depths.{depth}.prefill", behind.prefill, True
-            yield f"{where}.depths.{depth}.decode", behind.decode, True
-        yield f"{where}.load_s", run.load_s, False
-        yield from ((f"{where}.restart_s", value, False) for value in run.restart_s)
-        for size in ("model_bytes", "reserved_bytes"):
-            if getattr(run, size) is not None:
-                yield f"{where}.{size}", getattr(run, size), False
-        yield from ((f"{where}.clocks.{name}", value, False) for name, value in clock_figures(run.clocks))
-        yield from ((f"{where}.kernels_at", streams, True) for streams in run.kernels_at)
-        for name, kernels in _profiles(run).items():
-            for kernel in kernels:
-                yield f"{where}.{name}, {kernel.name}", kernel.us, False
-                yield f"{where}.{name}, {kernel.name}", kernel.calls, False
+        for kind in RATES:
+            yield from ((f"runs.{place}.{kind}", count) for count in getattr(run, kind))
+
+
+def _missing(result: EngineResult) -> Iterator[tuple[str, int]]:
+    """Every rate that should be there and is not."""
+    for place, run in enumerate(result.runs):
+        for kind, name in RATES.items():
+            counts = getattr(result.spec, name)
+            yield from ((f"runs.{place}.{kind}", count) for count in counts if count not in getattr(run, kind))
+
+
+def _figures(result: EngineResult) -> Iterator[tuple[str, float, float]]:
+    """Every figure that a page says or divides by, or a chart draws: where it stands, what it is, the least it is."""
+    for place, card in enumerate(result.cards or ()):
+        values = {name: getattr(card, name) for name in Card.__slots__}
+        yield from ((f"cards.{place}.{name}", one, 0) for name, one in values.items() if isinstance(one, float))
+    for where, rates in _spreads(result):
+        yield from ((f"{where}.{name}", getattr(rates, name), 0 if name == "std" else LEAST_RATE) for name in SPREAD)
+        yield from ((f"{where}.values.{place}", value, LEAST_RATE) for place, value in enumerate(rates.values))
+    for place, run in enumerate(result.runs):
+        yield from ((f"runs.{place}.{name}", value, least) for name, value, least in _run_figures(run))
+
+
+def _run_figures(run: EngineRun) -> Iterator[tuple[str, float, float]]:
+    """The same of one run but for its spreads, from its own field on."""
+    for depth, behind in run.depths.items():
+        yield f"depths.{depth}.prefill", behind.prefill, LEAST_RATE
+        yield f"depths.{depth}.decode", behind.decode, LEAST_RATE
+    yield "load_s", run.load_s, 0
+    yield from (("restart_s", value, 0) for value in run.restart_s)
+    for size in ("model_bytes", "reserved_bytes"):
+        if getattr(run, size) is not None:
+            yield size, getattr(run, size), 0
+    yield from ((f"clocks.{name}", value, 0) for name, value in clock_figures(run.clocks))
+    yield from ((f"kernels_at.{streams}", streams, 2) for streams in run.kernels_at)  # `kernels` are of one
+    for name, kernels in _profiles(run).items():
+        for kernel in kernels:
+            yield f"{name}, {kernel.name}", kernel.us, 0
+            yield f"{name}, {kernel.name}", kernel.calls, 0
 
 
 def _profiles(run: EngineRun) -> dict[str, tuple[Kernel, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,9 +59,17 @@ def check_page(folder: Path) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Makes the folder of `--out`, and turns a failure to write in it into a UsageError."""
+    """Makes the folder of `--out`, and turns a failure to write in it into a UsageError. A folder that it made and that
+    nothing was written to is gone after a failure."""
+    made: list[Path] = []
     try:
+        made = [one for one in (folder, *folder.parents) if not one.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
+    except BaseException as error:
+        with suppress(OSError):  # one that is not empty, or was never made, and so those above it
+            for one in made:
+                one.rmdir()
+        if not isinstance(error, OSError):
+            raise
         raise UsageError(f"--out {folder}", seen=error.strerror, expected="a folder that can be written") from None

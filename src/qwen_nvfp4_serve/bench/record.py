@@ -23,6 +23,7 @@ from qwen_nvfp4_serve.planner import PlanModel
 MODELS = {"35b": "qwen3.5-35b-a3b", "27b": "qwen3.5-27b"}
 SIZES = {"35b": "35B-A3B", "27b": "27B"}
 LABELS = ("stock", "ours")
+ALIKE = ("core_process", "side_by_side", "kernels_apart")  # fields of runs whose figures compare
 BESIDE = "rtx-5090"  # the card that most others published for
 
 
@@ -232,7 +233,9 @@ def _joined(parts: Sequence[tuple[Path, EngineResult]], model: str) -> EngineRes
             ("vLLM", first.vllm, part.vllm),
             ("torch", first.torch, part.torch),
             ("card", _card_name(first), _card_name(part)),
-            ("core_process of its runs", _core_processes(first), _core_processes(part)),
+            ("driver", _of_card(first, "driver"), _of_card(part, "driver")),
+            ("power limit", _of_card(first, "power_limit_w"), _of_card(part, "power_limit_w")),
+            *((f"{name} of its runs", _of_runs(first, name), _of_runs(part, name)) for name in ALIKE),
         ):
             if here != there:
                 raise UsageError(f"{file.name}, {name}", seen=str(there), expected=f"{here}, as the file before it")
@@ -245,8 +248,12 @@ def _joined(parts: Sequence[tuple[Path, EngineResult]], model: str) -> EngineRes
     return replace(first, spec=replace(first.spec, model_folder=model, configurations=configurations), runs=runs)
 
 
-def _core_processes(result: EngineResult) -> str:
-    return " and ".join(sorted({str(run.core_process) for run in result.runs}))
+def _of_runs(result: EngineResult, name: str) -> str:
+    return " and ".join(sorted({str(getattr(run, name)) for run in result.runs}))
+
+
+def _of_card(result: EngineResult, name: str) -> object:
+    return getattr(result.cards[0], name) if result.cards else None
 
 
 def _check_part(file: Path, result: EngineResult, card: GpuRow, labels: Sequence[str]) -> None:
