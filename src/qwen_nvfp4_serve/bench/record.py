@@ -12,7 +12,6 @@ from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, parse_engin
 from qwen_nvfp4_serve.bench.engine_page import core_line, engine_markdown, rates_table, scatter_line, short_context
 from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.landscape import bounds, entries
-from qwen_nvfp4_serve.bench.published import Published
 from qwen_nvfp4_serve.bench.report import markdown_table
 from qwen_nvfp4_serve.bench.rows import number
 from qwen_nvfp4_serve.errors import UsageError
@@ -212,16 +211,6 @@ def _beside_rows(record: Sequence[Recorded], card: GpuRow, other: GpuRow) -> lis
                 name, where = f"bound of {bound.model} by bandwidth", f"{bound.depth:,} tokens"
                 rows.append((one.title, name, where, number(bound.tokens_per_s), "", other.title, "computed"))
     return rows
-
-
-def _published_rates(entry: Published) -> list[tuple[int | None, list[str]]]:
-    """Decode and prefill as published, by depth; those without a depth last."""
-    depths = {figure.depth for figure in entry.figures}
-    found = []
-    for depth in sorted(depths, key=lambda depth: (depth is None, depth or 0)):
-        said = {one.test: f"{one.tokens_per_s:,.10g}" for one in entry.figures if one.depth == depth}
-        found.append((depth, [said.get("decode", ""), said.get("prefill", "")]))
-    return found
 
 
 def _joined(parts: Sequence[tuple[Path, EngineResult]], model: str) -> EngineResult:
