@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.bench_results import CARD
-from tests.processes import left_of
+from tests.processes import descendants, left_of
 
 from qwen_nvfp4_serve.bench.clocks import Clocks
 from qwen_nvfp4_serve.bench.engine import (
@@ -98,6 +98,11 @@ class profile:
         return [Row("marlin_gemm", half, self.us), Row("marlin_gemm", self.calls - half, 1.0), Row("prefill", 1, 9.0)]
 """,
 }
+
+
+def before_all(folder: Path) -> str:
+    """PYTHONPATH with a folder first."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
 def plan_model() -> PlanModel:
@@ -332,7 +337,7 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
     )
     (tmp_path / "spec.json").write_bytes(dump_spec(spec))
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": before_all(tmp_path)}
     done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     slow, fast = read_engine(tmp_path / "engine.json").runs
@@ -372,7 +377,7 @@ while [ $lines -gt 0 ]; do echo "1980, 3201, 500.5, 60, 0x4"; sleep 0.01; lines=
     )
     (tmp_path / "spec.json").write_bytes(dump_spec(spec))
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = os.environ | {"PYTHONPATH": before_all(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     subprocess.run(worker, cwd=tmp_path, env=environment, check=True)
     one, two = read_engine(tmp_path / "engine.json").runs
@@ -400,7 +405,7 @@ def test_engine_worker_starts_again_from_the_caches_of_its_first_start(tmp_path:
     )
     (tmp_path / "spec.json").write_bytes(dump_spec(spec))
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "VLLM_CACHE_ROOT": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": before_all(tmp_path), "VLLM_CACHE_ROOT": str(tmp_path)}
     done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     one, two = read_engine(tmp_path / "engine.json").runs
@@ -419,7 +424,7 @@ def test_engine_worker_waits_at_its_gate(tmp_path: Path) -> None:
     )
     (tmp_path / "spec.json").write_bytes(dump_spec(spec))
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json", "gate"]
-    with subprocess.Popen(worker, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}) as running:
+    with subprocess.Popen(worker, cwd=tmp_path, env=os.environ | {"PYTHONPATH": before_all(tmp_path)}) as running:
         deadline = time.monotonic() + 60
         while not (tmp_path / "gate.ready").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -439,7 +444,7 @@ def test_engine_worker_ends_on_ctrl_c_while_its_engine_starts(tmp_path: Path) ->
         (tmp_path / name).write_text(code)
     (tmp_path / "spec.json").write_bytes(dump_spec(EngineSpec(model_folder="m", configurations={"a": {"deaf": True}})))
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    with subprocess.Popen(worker, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}) as running:
+    with subprocess.Popen(worker, cwd=tmp_path, env=os.environ | {"PYTHONPATH": before_all(tmp_path)}) as running:
         deadline = time.monotonic() + 60
         while not (tmp_path / "deaf").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -448,6 +453,40 @@ def test_engine_worker_ends_on_ctrl_c_while_its_engine_starts(tmp_path: Path) ->
             assert running.wait(10) == -signal.SIGINT
         finally:
             running.kill()
+
+
+MODEL = Path(__file__).resolve().parent.parent / "src" / "qwen_nvfp4_serve" / "data" / "reference" / "moe"
+CLI = "from qwen_nvfp4_serve.cli import main; main()"
+
+
+def start_command(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    """`qwen-nvfp4 bench engine` in a folder with the stand-in, without a prefill or a profile."""
+    for name, code in STAND_IN.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(code)
+    return subprocess.Popen(
+        [sys.executable, "-c", CLI, "bench", "engine", str(MODEL), "--out", "out", "--profile", "0", *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": before_all(folder)} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_engine_command_that_is_ended_takes_its_worker_along(tmp_path: Path, end: signal.Signals) -> None:
+    with start_command(tmp_path, "--config", 'a={"deaf": true}') as running:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "deaf").exists() and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        below = descendants(running.pid)
+        assert below
+        running.send_signal(end)
+        left = left_of(below, 5.0)
+        for process in left:
+            os.kill(process, signal.SIGKILL)
+    assert not left
 
 
 @pytest.mark.parametrize(("name", "model"), [("35b", "qwen3.5-35b-a3b"), ("27b", "qwen3.5-27b")])

@@ -104,6 +104,7 @@ def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
     from qwen_nvfp4_serve.bench.engine import check_spec, dump_spec, read_engine
     from qwen_nvfp4_serve.bench.engine_page import engine_markdown
     from qwen_nvfp4_serve.bench.files import PAGE, check_page, write_whole, writing
+    from qwen_nvfp4_serve.bench.orphans import die_with_parent
     from qwen_nvfp4_serve.errors import QwenNvfp4Error
     from qwen_nvfp4_serve.preflight import installed_kind
     from qwen_nvfp4_serve.shims import python_path
@@ -117,7 +118,8 @@ def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
     path = python_path(inherited) if installed_kind() == "cpu" else inherited
     environment = dict(os.environ) | ({"PYTHONPATH": path} if path else {})
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", str(spec_file), str(result_file)]
-    code = subprocess.run(worker, env=environment, check=False).returncode
+    done = subprocess.run(worker, env=environment, check=False, preexec_fn=die_with_parent)
+    code = done.returncode
     if code != 0:
         raise QwenNvfp4Error("the engine bench failed", seen=f"exit code {code}", do="Its output is above.")
     page = engine_markdown(read_engine(result_file), planned)
