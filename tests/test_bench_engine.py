@@ -47,6 +47,7 @@ SPEC = EngineSpec(
 STAND_IN = {
     "vllm/__init__.py": """
 import importlib
+import multiprocessing
 import os
 import time
 from torch import profiler
@@ -60,8 +61,14 @@ class Answer:
 class Core:
     engine_core = None  # in this process
     def shutdown(self): pass
+class Client:  # of a core in another process, whose answers come through a queue
+    def __init__(self):
+        fork = multiprocessing.get_context("fork")
+        self.answers, self.core = fork.Queue(), fork.Process(target=time.sleep, args=(600,), daemon=True)
+        self.core.start()
+    def shutdown(self): self.core.kill()
 class LLM:
-    def __init__(self, model, worker_extension_cls, fast=False, deaf=False, **_):
+    def __init__(self, model, worker_extension_cls, fast=False, deaf=False, apart=False, **_):
         while deaf:  # to Ctrl-C, as vLLM is while it waits for its core
             open("deaf", "w").close()
             try: time.sleep(60)
@@ -70,13 +77,17 @@ class LLM:
         if "VLLM_CACHE_ROOT" in os.environ and not os.path.exists(os.environ["VLLM_CACHE_ROOT"]):
             os.mkdir(os.environ["VLLM_CACHE_ROOT"])
             time.sleep(1.0)  # compiles
-        self.engine_core = Core()
+        self.engine_core = Client() if apart else Core()
         module, name = worker_extension_cls.rsplit(".", 1)
         self.worker = type("Worker", (getattr(importlib.import_module(module), name),), {"model_runner": self})()
         self.model_memory_usage = 3 << 30
     def collective_rpc(self, method):
         return [getattr(self.worker, method)()]
     def generate(self, prompts, sampling, use_tqdm):
+        if os.path.exists("ask-core"):
+            with open("core", "w") as file: file.write(str(self.engine_core.core.pid))
+            os.rename("core", "asked")
+            self.engine_core.answers.get()
         time.sleep(sampling.max_tokens / self.rate)
         profiler.calls += 5 + 2 * sampling.max_tokens
         profiler.us += 1000 + (50 + len(prompts)) * 2 * sampling.max_tokens
@@ -487,6 +498,32 @@ def test_engine_command_that_is_ended_takes_its_worker_along(tmp_path: Path, end
         for process in left:
             os.kill(process, signal.SIGKILL)
     assert not left
+
+
+def test_engine_command_fails_when_the_core_that_it_waits_for_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "ask-core").touch()
+    with start_command(tmp_path, "--config", 'a={"apart": true}') as running:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "asked").exists() and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        below = descendants(running.pid)
+        os.kill(int((tmp_path / "asked").read_text()), signal.SIGKILL)
+        try:
+            output, _ = running.communicate(timeout=10)
+        finally:
+            running.kill()
+    assert running.returncode == 1
+    assert "engine bench, a process of the engine: seen its end" in output
+    assert "Traceback" not in output
+    assert not left_of(below, 5.0)
+
+
+def test_engine_worker_measures_an_engine_with_a_core_of_its_own(tmp_path: Path) -> None:
+    words = ("--config", 'a={"apart": true}', "--config", 'b={"apart": true}', "--streams", "1", "--rounds", "1")
+    with start_command(tmp_path, *words) as running:
+        output, _ = running.communicate(timeout=60)
+    assert running.returncode == 0, output
+    assert [run.core_process for run in read_engine(tmp_path / "out" / "engine.json").runs] == [True, True]
 
 
 @pytest.mark.parametrize(("name", "model"), [("35b", "qwen3.5-35b-a3b"), ("27b", "qwen3.5-27b")])

@@ -40,7 +40,7 @@ from qwen_nvfp4_serve.bench.engine import (
 )
 from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.machine import query_cards
-from qwen_nvfp4_serve.bench.orphans import bind_children, die_with_parent
+from qwen_nvfp4_serve.bench.orphans import bind_children, die_with_parent, needing_children
 from qwen_nvfp4_serve.bench.statistics import spread
 
 MODULE = "qwen_nvfp4_serve.bench.engine_worker"
@@ -122,23 +122,24 @@ def measure(spec: EngineSpec, label: str, overrides: dict[str, Any], gate: str |
         began_s = time.perf_counter()
         engine = start(options)
         load_s = time.perf_counter() - began_s
-        if options["load_format"] == "dummy" and not weights_are_ours(engine):
-            print("vLLM's own dummy weights: tokens elect the same experts", flush=True)
-        if gate is not None:
-            wait_at(gate)
-        bare = EngineRun(
-            label=label,
-            options={name: str(value) for name, value in options.items()},
-            load_s=load_s,
-            decode={},
-            prefill={},
-            depths={},
-            used_bytes=None,
-            kernels=(),
-            side_by_side=gate is not None,
-            core_process=has_core_process(engine),
-        )
-        run = measured(engine, spec, bare)
+        with needing_children():
+            if options["load_format"] == "dummy" and not weights_are_ours(engine):
+                print("vLLM's own dummy weights: tokens elect the same experts", flush=True)
+            if gate is not None:
+                wait_at(gate)
+            bare = EngineRun(
+                label=label,
+                options={name: str(value) for name, value in options.items()},
+                load_s=load_s,
+                decode={},
+                prefill={},
+                depths={},
+                used_bytes=None,
+                kernels=(),
+                side_by_side=gate is not None,
+                core_process=has_core_process(engine),
+            )
+            run = measured(engine, spec, bare)
     finally:
         end_core(engine)
     if not run.core_process:  # what a core of its own leaves has gone with it
