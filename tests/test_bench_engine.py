@@ -471,12 +471,26 @@ CLI = "from qwen_nvfp4_serve.cli import main; main()"
 
 
 def start_command(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    """`qwen-nvfp4 bench engine` in a folder with the stand-in, without a prefill or a profile."""
+    """`qwen-nvfp4 bench engine` in a folder with the stand-in, without a profile."""
     for name, code in STAND_IN.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(code)
     return subprocess.Popen(
-        [sys.executable, "-c", CLI, "bench", "engine", str(MODEL), "--out", "out", "--profile", "0", *words],
+        [
+            sys.executable,
+            "-c",
+            CLI,
+            "bench",
+            "engine",
+            str(MODEL),
+            "--out",
+            "out",
+            "--profile",
+            "0",
+            "--prefill",
+            "64",
+            *words,
+        ],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": before_all(folder)} | variables,
         stdout=subprocess.PIPE,
@@ -487,7 +501,7 @@ def start_command(folder: Path, *words: str, **variables: str) -> subprocess.Pop
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_engine_command_that_is_ended_takes_its_worker_along(tmp_path: Path, end: signal.Signals) -> None:
-    with start_command(tmp_path, "--config", 'a={"deaf": true}') as running:
+    with start_command(tmp_path, "--config", 'a={"max_model_len": 2048, "deaf": true}') as running:
         deadline = time.monotonic() + 60
         while not (tmp_path / "deaf").exists() and running.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -502,7 +516,7 @@ def test_engine_command_that_is_ended_takes_its_worker_along(tmp_path: Path, end
 
 def test_engine_command_fails_when_the_core_that_it_waits_for_is_gone(tmp_path: Path) -> None:
     (tmp_path / "ask-core").touch()
-    with start_command(tmp_path, "--config", 'a={"apart": true}') as running:
+    with start_command(tmp_path, "--config", 'a={"max_model_len": 2048, "apart": true}') as running:
         deadline = time.monotonic() + 60
         while not (tmp_path / "asked").exists() and running.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -519,7 +533,16 @@ def test_engine_command_fails_when_the_core_that_it_waits_for_is_gone(tmp_path: 
 
 
 def test_engine_worker_measures_an_engine_with_a_core_of_its_own(tmp_path: Path) -> None:
-    words = ("--config", 'a={"apart": true}', "--config", 'b={"apart": true}', "--streams", "1", "--rounds", "1")
+    words = (
+        "--config",
+        'a={"max_model_len": 2048, "apart": true}',
+        "--config",
+        'b={"max_model_len": 2048, "apart": true}',
+        "--streams",
+        "1",
+        "--rounds",
+        "1",
+    )
     with start_command(tmp_path, *words) as running:
         output, _ = running.communicate(timeout=60)
     assert running.returncode == 0, output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -102,18 +103,23 @@ def screen() -> Console:
 def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
     """Runs the worker in a process that becomes the engine, then writes and prints the page."""
     from qwen_nvfp4_serve.bench.engine import check_spec, dump_spec, read_engine
+    from qwen_nvfp4_serve.bench.engine_checks import check_engines
     from qwen_nvfp4_serve.bench.engine_page import engine_markdown
     from qwen_nvfp4_serve.bench.files import PAGE, check_page, write_whole, writing
     from qwen_nvfp4_serve.bench.orphans import die_with_parent
-    from qwen_nvfp4_serve.errors import QwenNvfp4Error
+    from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError
     from qwen_nvfp4_serve.preflight import installed_kind
     from qwen_nvfp4_serve.shims import python_path
+    from qwen_nvfp4_serve.versions import check_vllm
 
     planned = None if model is None else _plan_model(model)
     spec_file, result_file = out / "engine-spec.json", out / "engine.json"
+    check_engines(check_spec(spec))
+    if importlib.util.find_spec("vllm") is None:
+        raise UnsupportedHostError(check_vllm(None, gpu=True).sentence)
     check_page(out)
     with writing(out):
-        spec_file.write_bytes(dump_spec(check_spec(spec)))
+        spec_file.write_bytes(dump_spec(spec))
     inherited = os.environ.get("PYTHONPATH")
     path = python_path(inherited) if installed_kind() == "cpu" else inherited
     environment = dict(os.environ) | ({"PYTHONPATH": path} if path else {})
