@@ -68,7 +68,8 @@ class Client:  # of a core in another process, whose answers come through a queu
         self.core.start()
     def shutdown(self): self.core.kill()
 class LLM:
-    def __init__(self, model, worker_extension_cls, fast=False, deaf=False, apart=False, **_):
+    def __init__(self, model, worker_extension_cls, fast=False, deaf=False, apart=False, wrong="", **_):
+        if wrong: raise ValueError(wrong)
         while deaf:  # to Ctrl-C, as vLLM is while it waits for its core
             open("deaf", "w").close()
             try: time.sleep(60)
@@ -530,6 +531,32 @@ def test_engine_command_fails_when_the_core_that_it_waits_for_is_gone(tmp_path: 
     assert "engine bench, a process of the engine: seen its end" in output
     assert "Traceback" not in output
     assert not left_of(below, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "last"),
+    [
+        ('{"wrong": "1 validation error\\n  no such thing\\n    For further information visit x"}', "no such thing"),
+        ('{"wrong": "no\\nmemory"}', "memory"),
+    ],
+)
+def test_engine_command_ends_with_what_vllm_said_last(tmp_path: Path, config: str, last: str) -> None:
+    with start_command(tmp_path, "--config", f'a={{"max_model_len": 2048, {config[1:]}') as running:
+        output, _ = running.communicate(timeout=60)
+    assert running.returncode == 1
+    *_, said, ended = output.splitlines()
+    assert said == f"error: engine bench: seen ValueError: {last}"
+    assert ended.startswith("error: the engine bench failed: seen exit code 1")
+    assert "Traceback" in output  # for who wants more
+
+
+def test_engine_worker_says_what_is_wrong_with_its_spec_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_text("{}")
+    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
+    done = subprocess.run(worker, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: engine bench, model_folder")
+    assert done.stderr.count("\n") == 1
 
 
 def test_engine_worker_measures_an_engine_with_a_core_of_its_own(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +43,7 @@ from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.machine import query_cards
 from qwen_nvfp4_serve.bench.orphans import bind_children, die_with_parent, needing_children
 from qwen_nvfp4_serve.bench.statistics import spread
+from qwen_nvfp4_serve.errors import QwenNvfp4Error
 
 MODULE = "qwen_nvfp4_serve.bench.engine_worker"
 ENVIRONMENT = {
@@ -300,7 +302,28 @@ def end_core(engine: Any | None) -> None:
                 child.join()
 
 
+def cause(error: Exception) -> str:
+    """The last line that says something: pydantic ends with an address."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if not line.startswith("For further information visit")]
+    return f"{type(error).__name__}: {telling[-1]}" if telling else type(error).__name__
+
+
+def run() -> int:
+    """The exit code of `main`; what failed is said in a sentence, below the traceback of what is not of ours."""
+    try:
+        main()
+    except QwenNvfp4Error as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        print(f"error: {QwenNvfp4Error('engine bench', seen=cause(error))}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run())
 elif __name__ == "__mp_main__":  # a core, or a worker of it, that is spawned: vLLM does so on a CPU
     die_with_parent()
