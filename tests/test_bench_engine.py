@@ -550,6 +550,54 @@ def test_engine_command_ends_with_what_vllm_said_last(tmp_path: Path, config: st
     assert "Traceback" in output  # for who wants more
 
 
+def test_engine_command_that_fails_leaves_what_an_earlier_one_wrote(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    words = ("--streams", "1", "--rounds", "1")
+    fine = ("--config", 'a={"max_model_len": 2048}', *words)
+    with start_command(tmp_path, *fine, TMPDIR=str(temporary)) as running:
+        output, _ = running.communicate(timeout=60)
+    assert running.returncode == 0, output
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    assert sorted(before) == ["README.md", "engine.json"]
+    wrong = ("--config", 'b={"max_model_len": 2048, "wrong": "no"}', *words)
+    with start_command(tmp_path, *wrong, TMPDIR=str(temporary)) as running:
+        output, _ = running.communicate(timeout=60)
+    assert running.returncode == 1, output
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+    assert not list(temporary.iterdir())
+
+
+def test_engine_command_that_is_interrupted_leaves_no_files(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    config = ("--config", 'a={"max_model_len": 2048, "deaf": true}')
+    with start_command(tmp_path, *config, "--restarts", "1", TMPDIR=str(temporary)) as running:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "deaf").exists() and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        below = descendants(running.pid)
+        for process in (running.pid, *below):  # as a terminal does
+            os.kill(process, signal.SIGINT)
+        output, _ = running.communicate(timeout=20)
+    assert running.returncode == 130, output
+    assert not left_of(below, 5.0)
+    assert not list(temporary.iterdir())
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_engine_commands_at_once_do_not_mix(tmp_path: Path) -> None:
+    words = ("--streams", "1", "--rounds", "1")
+    running = [
+        start_command(tmp_path, "--config", f'{label}={{"max_model_len": 2048}}', *words) for label in ("one", "two")
+    ]
+    printed = [process.communicate(timeout=60)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], printed
+    for label, page in zip(("one", "two"), printed, strict=True):
+        assert f"{label}: decode 1 streams" in page
+        assert f"| {label} |" in page
+
+
 def test_engine_worker_says_what_is_wrong_with_its_spec_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_text("{}")
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]

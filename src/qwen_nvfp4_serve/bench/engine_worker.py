@@ -63,6 +63,7 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": False,  # the time stamps of each answer
     "worker_extension_cls": "qwen_nvfp4_serve.bench.engine_inside.Inside",
 }
+SCRATCH = "QWEN_NVFP4_BENCH_SCRATCH"  # a folder for what this process may leave, removed by who started it
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # what a start leaves for the next
 MAX_KERNELS = 80
 LOOK_EVERY_S = 0.1
@@ -76,7 +77,7 @@ def main() -> None:
     bind_children()
     spec, out = read_spec(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     gate = sys.argv[3] if len(sys.argv) > 3 else None
-    with tempfile.TemporaryDirectory() as caches:
+    with tempfile.TemporaryDirectory(dir=os.environ.pop(SCRATCH, None)) as caches:
         if spec.restarts:
             os.environ.update({name: f"{caches}/{name.lower()}" for name in CACHES})
         runs = tuple(measure(spec, label, options, gate) for label, options in spec.configurations.items())
