@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.bench_results import CARD
-from tests.processes import left_of
+from tests.processes import descendants, left_of
 
 from qwen_nvfp4_serve.bench.clocks import Clocks
 from qwen_nvfp4_serve.bench.engine import (
@@ -47,6 +47,7 @@ SPEC = EngineSpec(
 STAND_IN = {
     "vllm/__init__.py": """
 import importlib
+import multiprocessing
 import os
 import time
 from torch import profiler
@@ -60,8 +61,15 @@ class Answer:
 class Core:
     engine_core = None  # in this process
     def shutdown(self): pass
+class Client:  # of a core in another process, whose answers come through a queue
+    def __init__(self):
+        fork = multiprocessing.get_context("fork")
+        self.answers, self.core = fork.Queue(), fork.Process(target=time.sleep, args=(600,), daemon=True)
+        self.core.start()
+    def shutdown(self): self.core.kill()
 class LLM:
-    def __init__(self, model, worker_extension_cls, fast=False, deaf=False, **_):
+    def __init__(self, model, worker_extension_cls, fast=False, deaf=False, apart=False, wrong="", **_):
+        if wrong: raise ValueError(wrong)
         while deaf:  # to Ctrl-C, as vLLM is while it waits for its core
             open("deaf", "w").close()
             try: time.sleep(60)
@@ -70,13 +78,17 @@ class LLM:
         if "VLLM_CACHE_ROOT" in os.environ and not os.path.exists(os.environ["VLLM_CACHE_ROOT"]):
             os.mkdir(os.environ["VLLM_CACHE_ROOT"])
             time.sleep(1.0)  # compiles
-        self.engine_core = Core()
+        self.engine_core = Client() if apart else Core()
         module, name = worker_extension_cls.rsplit(".", 1)
         self.worker = type("Worker", (getattr(importlib.import_module(module), name),), {"model_runner": self})()
         self.model_memory_usage = 3 << 30
     def collective_rpc(self, method):
         return [getattr(self.worker, method)()]
     def generate(self, prompts, sampling, use_tqdm):
+        if os.path.exists("ask-core"):
+            with open("core", "w") as file: file.write(str(self.engine_core.core.pid))
+            os.rename("core", "asked")
+            self.engine_core.answers.get()
         time.sleep(sampling.max_tokens / self.rate)
         profiler.calls += 5 + 2 * sampling.max_tokens
         profiler.us += 1000 + (50 + len(prompts)) * 2 * sampling.max_tokens
@@ -98,6 +110,11 @@ class profile:
         return [Row("marlin_gemm", half, self.us), Row("marlin_gemm", self.calls - half, 1.0), Row("prefill", 1, 9.0)]
 """,
 }
+
+
+def before_all(folder: Path) -> str:
+    """PYTHONPATH with a folder first."""
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
 
 
 def plan_model() -> PlanModel:
@@ -364,7 +381,7 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
     )
     (tmp_path / "spec.json").write_bytes(dump_spec(spec))
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": before_all(tmp_path)}
     done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     slow, fast = read_engine(tmp_path / "engine.json").runs
@@ -404,7 +421,7 @@ while [ $lines -gt 0 ]; do echo "1980, 3201, 500.5, 60, 0x4"; sleep 0.01; lines=
     )
     (tmp_path / "spec.json").write_bytes(dump_spec(spec))
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = os.environ | {"PYTHONPATH": before_all(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     subprocess.run(worker, cwd=tmp_path, env=environment, check=True)
     one, two = read_engine(tmp_path / "engine.json").runs
@@ -432,7 +449,7 @@ def test_engine_worker_starts_again_from_the_caches_of_its_first_start(tmp_path:
     )
     (tmp_path / "spec.json").write_bytes(dump_spec(spec))
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "VLLM_CACHE_ROOT": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": before_all(tmp_path), "VLLM_CACHE_ROOT": str(tmp_path)}
     done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     one, two = read_engine(tmp_path / "engine.json").runs
@@ -451,7 +468,7 @@ def test_engine_worker_waits_at_its_gate(tmp_path: Path) -> None:
     )
     (tmp_path / "spec.json").write_bytes(dump_spec(spec))
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json", "gate"]
-    with subprocess.Popen(worker, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}) as running:
+    with subprocess.Popen(worker, cwd=tmp_path, env=os.environ | {"PYTHONPATH": before_all(tmp_path)}) as running:
         deadline = time.monotonic() + 60
         while not (tmp_path / "gate.ready").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -471,7 +488,7 @@ def test_engine_worker_ends_on_ctrl_c_while_its_engine_starts(tmp_path: Path) ->
         (tmp_path / name).write_text(code)
     (tmp_path / "spec.json").write_bytes(dump_spec(EngineSpec(model_folder="m", configurations={"a": {"deaf": True}})))
     worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    with subprocess.Popen(worker, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}) as running:
+    with subprocess.Popen(worker, cwd=tmp_path, env=os.environ | {"PYTHONPATH": before_all(tmp_path)}) as running:
         deadline = time.monotonic() + 60
         while not (tmp_path / "deaf").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -480,6 +497,163 @@ def test_engine_worker_ends_on_ctrl_c_while_its_engine_starts(tmp_path: Path) ->
             assert running.wait(10) == -signal.SIGINT
         finally:
             running.kill()
+
+
+MODEL = Path(__file__).resolve().parent.parent / "src" / "qwen_nvfp4_serve" / "data" / "reference" / "moe"
+CLI = "from qwen_nvfp4_serve.cli import main; main()"
+
+
+def start_command(folder: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    """`qwen-nvfp4 bench engine` in a folder with the stand-in, without a profile."""
+    for name, code in STAND_IN.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(code)
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            CLI,
+            "bench",
+            "engine",
+            str(MODEL),
+            "--out",
+            "out",
+            "--profile",
+            "0",
+            "--prefill",
+            "64",
+            *words,
+        ],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": before_all(folder)} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_engine_command_that_is_ended_takes_its_worker_along(tmp_path: Path, end: signal.Signals) -> None:
+    with start_command(tmp_path, "--config", 'a={"max_model_len": 2048, "deaf": true}') as running:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "deaf").exists() and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        below = descendants(running.pid)
+        assert below
+        running.send_signal(end)
+        left = left_of(below, 5.0)
+        for process in left:
+            os.kill(process, signal.SIGKILL)
+    assert not left
+
+
+def test_engine_command_fails_when_the_core_that_it_waits_for_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "ask-core").touch()
+    with start_command(tmp_path, "--config", 'a={"max_model_len": 2048, "apart": true}') as running:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "asked").exists() and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        below = descendants(running.pid)
+        os.kill(int((tmp_path / "asked").read_text()), signal.SIGKILL)
+        try:
+            output, _ = running.communicate(timeout=10)
+        finally:
+            running.kill()
+    assert running.returncode == 1
+    assert "engine bench, a process of the engine: seen its end" in output
+    assert "Traceback" not in output
+    assert not left_of(below, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "last"),
+    [
+        ('{"wrong": "1 validation error\\n  no such thing\\n    For further information visit x"}', "no such thing"),
+        ('{"wrong": "no\\nmemory"}', "memory"),
+    ],
+)
+def test_engine_command_ends_with_what_vllm_said_last(tmp_path: Path, config: str, last: str) -> None:
+    with start_command(tmp_path, "--config", f'a={{"max_model_len": 2048, {config[1:]}') as running:
+        output, _ = running.communicate(timeout=60)
+    assert running.returncode == 1
+    *_, said, ended = output.splitlines()
+    assert said == f"error: engine bench: seen ValueError: {last}"
+    assert ended.startswith("error: the engine bench failed: seen exit code 1")
+    assert "Traceback" in output  # for who wants more
+
+
+def test_engine_command_that_fails_leaves_what_an_earlier_one_wrote(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    words = ("--streams", "1", "--rounds", "1")
+    fine = ("--config", 'a={"max_model_len": 2048}', *words)
+    with start_command(tmp_path, *fine, TMPDIR=str(temporary)) as running:
+        output, _ = running.communicate(timeout=60)
+    assert running.returncode == 0, output
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+    assert sorted(before) == ["README.md", "engine.json"]
+    wrong = ("--config", 'b={"max_model_len": 2048, "wrong": "no"}', *words)
+    with start_command(tmp_path, *wrong, TMPDIR=str(temporary)) as running:
+        output, _ = running.communicate(timeout=60)
+    assert running.returncode == 1, output
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+    assert not list(temporary.iterdir())
+
+
+def test_engine_command_that_is_interrupted_leaves_no_files(tmp_path: Path) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    config = ("--config", 'a={"max_model_len": 2048, "deaf": true}')
+    with start_command(tmp_path, *config, "--restarts", "1", TMPDIR=str(temporary)) as running:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "deaf").exists() and running.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        below = descendants(running.pid)
+        for process in (running.pid, *below):  # as a terminal does
+            os.kill(process, signal.SIGINT)
+        output, _ = running.communicate(timeout=20)
+    assert running.returncode == 130, output
+    assert not left_of(below, 5.0)
+    assert not list(temporary.iterdir())
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_engine_commands_at_once_do_not_mix(tmp_path: Path) -> None:
+    words = ("--streams", "1", "--rounds", "1")
+    running = [
+        start_command(tmp_path, "--config", f'{label}={{"max_model_len": 2048}}', *words) for label in ("one", "two")
+    ]
+    printed = [process.communicate(timeout=60)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], printed
+    for label, page in zip(("one", "two"), printed, strict=True):
+        assert f"{label}: decode 1 streams" in page
+        assert f"| {label} |" in page
+
+
+def test_engine_worker_says_what_is_wrong_with_its_spec_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_text("{}")
+    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
+    done = subprocess.run(worker, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: engine bench, model_folder")
+    assert done.stderr.count("\n") == 1
+
+
+def test_engine_worker_measures_an_engine_with_a_core_of_its_own(tmp_path: Path) -> None:
+    words = (
+        "--config",
+        'a={"max_model_len": 2048, "apart": true}',
+        "--config",
+        'b={"max_model_len": 2048, "apart": true}',
+        "--streams",
+        "1",
+        "--rounds",
+        "1",
+    )
+    with start_command(tmp_path, *words) as running:
+        output, _ = running.communicate(timeout=60)
+    assert running.returncode == 0, output
+    assert [run.core_process for run in read_engine(tmp_path / "out" / "engine.json").runs] == [True, True]
 
 
 @pytest.mark.parametrize(("name", "model"), [("35b", "qwen3.5-35b-a3b"), ("27b", "qwen3.5-27b")])

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -40,8 +41,9 @@ from qwen_nvfp4_serve.bench.engine import (
 )
 from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.machine import query_cards
-from qwen_nvfp4_serve.bench.orphans import bind_children, die_with_parent
+from qwen_nvfp4_serve.bench.orphans import bind_children, die_with_parent, needing_children
 from qwen_nvfp4_serve.bench.statistics import spread
+from qwen_nvfp4_serve.errors import QwenNvfp4Error
 
 MODULE = "qwen_nvfp4_serve.bench.engine_worker"
 ENVIRONMENT = {
@@ -61,6 +63,7 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": False,  # the time stamps of each answer
     "worker_extension_cls": "qwen_nvfp4_serve.bench.engine_inside.Inside",
 }
+SCRATCH = "QWEN_NVFP4_BENCH_SCRATCH"  # a folder for what this process may leave, removed by who started it
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # what a start leaves for the next
 MAX_KERNELS = 80
 LOOK_EVERY_S = 0.1
@@ -74,7 +77,7 @@ def main() -> None:
     bind_children()
     spec, out = read_spec(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     gate = sys.argv[3] if len(sys.argv) > 3 else None
-    with tempfile.TemporaryDirectory() as caches:
+    with tempfile.TemporaryDirectory(dir=os.environ.pop(SCRATCH, None)) as caches:
         if spec.restarts:
             os.environ.update({name: f"{caches}/{name.lower()}" for name in CACHES})
         runs = tuple(measure(spec, label, options, gate) for label, options in spec.configurations.items())
@@ -122,23 +125,24 @@ def measure(spec: EngineSpec, label: str, overrides: dict[str, Any], gate: str |
         began_s = time.perf_counter()
         engine = start(options)
         load_s = time.perf_counter() - began_s
-        if options["load_format"] == "dummy" and not weights_are_ours(engine):
-            print("vLLM's own dummy weights: tokens elect the same experts", flush=True)
-        if gate is not None:
-            wait_at(gate)
-        bare = EngineRun(
-            label=label,
-            options={name: str(value) for name, value in options.items()},
-            load_s=load_s,
-            decode={},
-            prefill={},
-            depths={},
-            used_bytes=None,
-            kernels=(),
-            side_by_side=gate is not None,
-            core_process=has_core_process(engine),
-        )
-        run = measured(engine, spec, bare)
+        with needing_children():
+            if options["load_format"] == "dummy" and not weights_are_ours(engine):
+                print("vLLM's own dummy weights: tokens elect the same experts", flush=True)
+            if gate is not None:
+                wait_at(gate)
+            bare = EngineRun(
+                label=label,
+                options={name: str(value) for name, value in options.items()},
+                load_s=load_s,
+                decode={},
+                prefill={},
+                depths={},
+                used_bytes=None,
+                kernels=(),
+                side_by_side=gate is not None,
+                core_process=has_core_process(engine),
+            )
+            run = measured(engine, spec, bare)
     finally:
         end_core(engine)
     if not run.core_process:  # what a core of its own leaves has gone with it
@@ -299,7 +303,28 @@ def end_core(engine: Any | None) -> None:
                 child.join()
 
 
+def cause(error: Exception) -> str:
+    """The last line that says something: pydantic ends with an address."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if not line.startswith("For further information visit")]
+    return f"{type(error).__name__}: {telling[-1]}" if telling else type(error).__name__
+
+
+def run() -> int:
+    """The exit code of `main`; what failed is said in a sentence, below the traceback of what is not of ours."""
+    try:
+        main()
+    except QwenNvfp4Error as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc()
+        print(f"error: {QwenNvfp4Error('engine bench', seen=cause(error))}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(run())
 elif __name__ == "__mp_main__":  # a core, or a worker of it, that is spawned: vLLM does so on a CPU
     die_with_parent()

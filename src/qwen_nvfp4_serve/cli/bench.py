@@ -195,7 +195,11 @@ def engine(
     from qwen_nvfp4_serve.bench.engine import EngineSpec
     from qwen_nvfp4_serve.cli.bench_screen import run_engine
 
-    configurations = dict(_configuration(text) for text in config)
+    configurations: dict[str, dict[str, object]] = {}
+    for label, options in map(_configuration, config):
+        if label in configurations:
+            raise UsageError("--config", seen=f"{label} twice", expected="another label for each configuration")
+        configurations[label] = options
     spec = EngineSpec(
         model_folder=str(folder.resolve()),
         configurations=configurations,
@@ -211,12 +215,16 @@ def engine(
 def _configuration(text: str) -> tuple[str, dict[str, object]]:
     label, _, options = text.partition("=")
     try:
-        value = json.loads(options)
-    except ValueError:
+        value = json.loads(options, parse_constant=_no_number)
+    except (ValueError, RecursionError):
         value = None
     if not label or not isinstance(value, dict):
         raise UsageError("--config", seen=text, expected='LABEL={"linear_backend": "marlin"}')
     return label, value
+
+
+def _no_number(word: str) -> object:
+    raise ValueError(f"{word} is no JSON")
 
 
 @group.command("published")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -100,30 +102,51 @@ def screen() -> Console:
 
 
 def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
-    """Runs the worker in a process that becomes the engine, then writes and prints the page."""
-    from qwen_nvfp4_serve.bench.engine import check_spec, dump_spec, read_engine
+    """Runs the worker in a process that becomes the engine, then writes and prints the page. A run that fails changes
+    nothing in `out`."""
+    from qwen_nvfp4_serve.bench.engine import check_spec, read_engine
+    from qwen_nvfp4_serve.bench.engine_checks import check_engines
     from qwen_nvfp4_serve.bench.engine_page import engine_markdown
     from qwen_nvfp4_serve.bench.files import PAGE, check_page, write_whole, writing
+    from qwen_nvfp4_serve.errors import UnsupportedHostError
+    from qwen_nvfp4_serve.versions import check_vllm
+
+    planned = None if model is None else _plan_model(model)
+    check_engines(check_spec(spec))
+    if importlib.util.find_spec("vllm") is None:
+        raise UnsupportedHostError(check_vllm(None, gpu=True).sentence)
+    check_page(out)
+    with writing(out), tempfile.TemporaryFile(dir=out):
+        pass  # not to find that out after measuring
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        result_file = _measure_in(Path(own), spec)
+        with writing(out):
+            write_whole(out / result_file.name, result_file.read_bytes())
+        page = engine_markdown(read_engine(result_file), planned)  # the one in `out` may be another run's by now
+    with writing(out):
+        write_whole(out / PAGE, page.encode())
+    screen().print(page, markup=False)
+
+
+def _measure_in(own: Path, spec: EngineSpec) -> Path:
+    """The file that the worker wrote. own: a folder of this run alone, also for what an interrupted worker leaves."""
+    from qwen_nvfp4_serve.bench.engine import dump_spec
+    from qwen_nvfp4_serve.bench.engine_worker import MODULE, SCRATCH
+    from qwen_nvfp4_serve.bench.orphans import die_with_parent
     from qwen_nvfp4_serve.errors import QwenNvfp4Error
     from qwen_nvfp4_serve.preflight import installed_kind
     from qwen_nvfp4_serve.shims import python_path
 
-    planned = None if model is None else _plan_model(model)
-    spec_file, result_file = out / "engine-spec.json", out / "engine.json"
-    check_page(out)
-    with writing(out):
-        spec_file.write_bytes(dump_spec(check_spec(spec)))
+    spec_file, result_file = own / "engine-spec.json", own / "engine.json"
+    spec_file.write_bytes(dump_spec(spec))
     inherited = os.environ.get("PYTHONPATH")
     path = python_path(inherited) if installed_kind() == "cpu" else inherited
-    environment = dict(os.environ) | ({"PYTHONPATH": path} if path else {})
-    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", str(spec_file), str(result_file)]
-    code = subprocess.run(worker, env=environment, check=False).returncode
+    environment = dict(os.environ) | {SCRATCH: str(own)} | ({"PYTHONPATH": path} if path else {})
+    worker = [sys.executable, "-m", MODULE, str(spec_file), str(result_file)]
+    code = subprocess.run(worker, env=environment, check=False, preexec_fn=die_with_parent).returncode
     if code != 0:
         raise QwenNvfp4Error("the engine bench failed", seen=f"exit code {code}", do="Its output is above.")
-    page = engine_markdown(read_engine(result_file), planned)
-    with writing(out):
-        write_whole(out / PAGE, page.encode())
-    screen().print(page, markup=False)
+    return result_file
 
 
 def _plan_model(name: str) -> PlanModel:
