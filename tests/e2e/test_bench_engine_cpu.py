@@ -37,10 +37,11 @@ SPEC = EngineSpec(
     prefills=(64,),
     depths=(64,),
     rounds=1,
-    profile_tokens=4,
+    profile_tokens=16,
     profile_streams=(1, 2),
 )
 START_S = 240
+ENDS_S = 5.0  # multiprocessing's resource tracker ends a moment after the last process
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
@@ -82,7 +83,7 @@ def test_engine_is_measured_wherever_its_core_runs(tmp_path: Path, variables: di
     assert found.core_process is apart
     assert ("EngineCore" in output) is apart  # vLLM's prefix of what another process logs
     assert beside or not apart
-    assert not left_of(beside, 0.0)
+    assert not left_of(beside, ENDS_S)
     assert "vLLM's own dummy weights" not in output
     assert "memory not known" not in output
     assert found.decode[1].median > 0
@@ -90,5 +91,7 @@ def test_engine_is_measured_wherever_its_core_runs(tmp_path: Path, variables: di
     assert found.depths[64].decode > 0
     for kernels in (found.kernels, found.kernels_at[2]):  # a step of two streams calls them once, too
         experts = next(kernel for kernel in kernels if kernel.name == "_C::cpu_fused_moe")
-        assert experts.calls == pytest.approx(LAYERS, abs=LAYERS / SPEC.profile_tokens)
+        assert experts.calls == pytest.approx(
+            LAYERS, abs=2 * LAYERS / SPEC.profile_tokens
+        )  # requests may come one by one
         assert experts.us > 0

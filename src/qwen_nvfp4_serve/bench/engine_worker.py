@@ -254,8 +254,9 @@ class Timer:
         found = []
         for name, (us, calls) in long.items():
             less_us, less_calls = short.get(name, (0.0, 0))
-            if us > less_us and calls > less_calls:  # others are of the prefill alone
-                found.append(Kernel(name=name[:160], us=(us - less_us) / tokens, calls=(calls - less_calls) / tokens))
+            if calls > less_calls:  # others are of the prefill alone
+                more_us = max(0.0, us - less_us)  # noise may be more than a short kernel's time
+                found.append(Kernel(name=name[:160], us=more_us / tokens, calls=(calls - less_calls) / tokens))
         return tuple(sorted(found, key=lambda kernel: -kernel.us)[:MAX_KERNELS])
 
     def _profile(self, tokens: int, streams: int) -> dict[str, tuple[float, int]]:
