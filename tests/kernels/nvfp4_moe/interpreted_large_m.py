@@ -74,12 +74,58 @@ def test_deal_every_pair_lies_once_in_a_block_of_its_expert(tokens: int, how: st
     assert found == {expert: [p for p, chosen in enumerate(flat) if chosen == expert] for expert in range(EXPERTS)}
 
 
-def test_deal_one_expert_with_more_pairs_than_a_step_keeps_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large_m, "PAIRS_IN_STEP", 16)
-    blocks = large_m.deal(torch.tensor([[0, 2]] * 40, dtype=torch.int32), 3, 16)
-    assert blocks.expert.tolist()[:6] == [0, 0, 0, 2, 2, 2]
-    assert blocks.order[:40].tolist() == list(range(0, 80, 2))
-    assert blocks.order[40:48].tolist() == [-1] * 8
+def dealt(ids: torch.Tensor, experts: int, rows: int) -> tuple[list[int], list[int], list[int], dict[int, int]]:
+    """As `deal` says: order up to the last block, the blocks' experts, starts, and the places of the pairs dealt."""
+    order: list[int] = []
+    owners: list[int] = []
+    starts = [0]
+    for expert in range(experts):
+        pairs = [pair for pair, chosen in enumerate(ids.flatten().tolist()) if chosen == expert]
+        blocks = -(-len(pairs) // rows)
+        order += pairs + [-1] * (blocks * rows - len(pairs))
+        owners += [expert] * blocks
+        starts.append(len(order))
+    return order, owners, starts, {pair: place for place, pair in enumerate(order) if pair >= 0}
+
+
+def drawn(tokens: int, top_k: int, least: int, most: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(least, most + 1, (tokens, top_k), generator=generator, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("chunk", [16, 256])
+@pytest.mark.parametrize("rows", [4, 16])
+@pytest.mark.parametrize(
+    ("ids", "experts"),
+    [
+        pytest.param(drawn(1, 1, 2, 2), 3, id="one pair"),
+        pytest.param(drawn(37, 3, 0, 5), 6, id="pairs left over"),
+        pytest.param(drawn(32, 8, 0, 7), 8, id="whole chunks"),
+        pytest.param(drawn(101, 3, 4, 4), 5, id="all of the last expert"),
+        pytest.param(drawn(40, 2, 0, 0), 1, id="one expert"),
+        pytest.param(drawn(150, 2, -2, 7), 5, id="some outside"),
+        pytest.param(drawn(21, 2, 6, 9), 6, id="all outside"),
+        pytest.param(drawn(0, 2, 0, 0), 6, id="none"),
+    ],
+)
+def test_deal_equals_its_definition_and_leaves_other_memory(
+    ids: torch.Tensor, experts: int, rows: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    untouched = -77
+
+    def new_full(self: torch.Tensor, size: int | tuple[int, ...], **how: torch.dtype) -> torch.Tensor:
+        return self.new_full((size,) if isinstance(size, int) else size, untouched, **how)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_full)
+    monkeypatch.setattr(large_m, "PAIRS_IN_CHUNK", chunk)
+    monkeypatch.setattr(large_m, "LINES_IN_STEP", 4)
+    monkeypatch.setattr(large_m, "BLOCKS_IN_STEP", 8)
+    blocks = large_m.deal(ids, experts, rows)
+    order, owners, starts, places = dealt(ids, experts, rows)
+    assert blocks.starts.tolist() == starts
+    assert blocks.expert.tolist() == owners + [-1] * (blocks.expert.numel() - len(owners))
+    assert blocks.order.tolist() == order + [untouched] * (blocks.order.numel() - len(order))
+    assert blocks.places.tolist() == [places.get(pair, untouched) for pair in range(ids.numel())]
 
 
 @pytest.mark.parametrize("tile", large_m.TILES, ids=lambda tile: f"rows{tile.rows}")

@@ -189,7 +189,7 @@ from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m, large_m_kernels as exact
 
 card = int(sys.argv[1])
 pointers = dict.fromkeys(("x", "split", "middle", "gate_up", "output"), "*bf16") | {"y": "*bf16"}
-pointers |= dict.fromkeys(("ids", "counts", "order", "block_expert", "starts", "places"), "*i32")
+pointers |= dict.fromkeys(("ids", "order", "block_expert", "starts", "places"), "*i32") | {"counts": "*i16"}
 pointers |= dict.fromkeys(("packed", "scales"), "*u8")
 pointers |= dict.fromkeys(("gate_scale", "up_scale", "down_scale", "first_scale", "second_scale"), "*fp32")
 pointers |= dict.fromkeys(("input_scale", "pair_output", "weights"), "*fp32")
@@ -212,8 +212,10 @@ for tile in large_m.tiles_of((card // 10, card % 10)):
     fixed = {"ROWS": tile.rows, "COLUMNS": tile.columns, "BYTES": large_m.STEP_BYTES, "ON_CARD": True}
     for kernel in (exact.gate_up, exact.down):
         compile(kernel, fixed, num_warps=tile.warps, num_stages=tile.stages)
-compile(exact.count_pairs, {"CHUNK": 1024})
-compile(exact.place_pairs, {"WIDTH": 256, "ROWS": 16, "CHUNK": 1024})
+dealing = {"WIDTH": 256, "CHUNK": large_m.PAIRS_IN_CHUNK}
+compile(exact.count_pairs, dealing, num_warps=large_m.DEALING_WARPS)
+dealing |= {"ROWS": 128, "COUNTS": large_m.LINES_IN_STEP, "BLOCKS": large_m.BLOCKS_IN_STEP}
+compile(exact.place_pairs, dealing, num_warps=large_m.DEALING_WARPS)
 compile(exact.split_columns, {"WIDTH": 1024})
 compile(exact.add_up, {"TOP_K": 8, "WIDTH": 1024})
 if card >= 120:

@@ -25,7 +25,13 @@ from qwen_nvfp4_serve.kernels.nvfp4_moe.weights import ExpertWeights
 
 K_MULTIPLE = 64  # of both products' columns: four blocks of 16, one tile of the scales' order
 WORKSPACE_BYTES = 256 * 2**20
-PAIRS_IN_STEP = 1024  # that one step of the dealing looks at
+# Of the dealing: pairs that one program deals, counts and lines of counts that it adds up at a time, blocks that one
+# program fills. Its work grows with the square of the first, and with all pairs over it.
+PAIRS_IN_CHUNK = 256
+COUNTS_IN_STEP = 64 * 256
+LINES_IN_STEP = 64
+BLOCKS_IN_STEP = 64
+DEALING_WARPS = 8
 COLUMNS_IN_STEP = 1024  # of the kernels that only move or add
 STEP_BYTES = 64  # of a weight row that one step takes, or half of it where rows are no multiple
 OLDEST_CAPABILITY = (8, 0)  # BF16 tensor cores
@@ -160,14 +166,29 @@ def deal(topk_ids: torch.Tensor, experts_count: int, rows: int) -> Blocks:
     kernels, pairs = _kernels(), topk_ids.numel()
     # Each block holds a pair, and all but one of an expert's are full.
     blocks = min(pairs, pairs // rows + min(experts_count, pairs))
-    counts, order, expert, starts, places = (
-        topk_ids.new_empty(size) for size in (experts_count, blocks * rows, blocks, experts_count + 1, pairs)
+    order, expert, starts, places = (
+        topk_ids.new_empty(size) for size in (blocks * rows, blocks, experts_count + 1, pairs)
     )
     width = 1 << (experts_count - 1).bit_length()
-    kernels.count_pairs[(experts_count,)](topk_ids, counts, pairs, CHUNK=PAIRS_IN_STEP)
-    sizes = (pairs, experts_count, blocks)
-    kernels.place_pairs[(experts_count + 1,)](
-        topk_ids, counts, order, expert, starts, places, *sizes, WIDTH=width, ROWS=rows, CHUNK=PAIRS_IN_STEP
+    chunks = -(-pairs // PAIRS_IN_CHUNK)
+    counts = topk_ids.new_empty((chunks, width), dtype=torch.int16)
+    fixed: dict[str, Any] = {"WIDTH": width, "CHUNK": PAIRS_IN_CHUNK, "num_warps": DEALING_WARPS}
+    kernels.count_pairs[(chunks,)](topk_ids, counts, pairs, **fixed)
+    kernels.place_pairs[(chunks + max(1, -(-blocks // BLOCKS_IN_STEP)),)](
+        topk_ids,
+        counts,
+        order,
+        expert,
+        starts,
+        places,
+        pairs,
+        experts_count,
+        blocks,
+        chunks,
+        ROWS=rows,
+        COUNTS=max(1, min(LINES_IN_STEP, COUNTS_IN_STEP // width)),
+        BLOCKS=BLOCKS_IN_STEP,
+        **fixed,
     )
     return Blocks(order, expert, starts, places)
 

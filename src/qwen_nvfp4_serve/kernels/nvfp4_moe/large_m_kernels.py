@@ -20,17 +20,17 @@ __all__ = ["add_up", "count_pairs", "down", "gate_up", "place_pairs", "split_col
 
 # Numbers that follow M are not compiled in: a new one would be compiled when a request brings it.
 @triton.jit(do_not_specialize=["pairs"])
-def count_pairs(ids, counts, pairs, CHUNK: tl.constexpr):
-    """counts[e] = how many of ids[0 .. pairs-1] are e, for the program's expert e."""
-    expert = tl.program_id(0)
-    found = tl.zeros((CHUNK,), tl.int32)
-    for first in range(0, pairs, CHUNK):
-        at = first + tl.arange(0, CHUNK)
-        found += (tl.load(ids + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
-    tl.store(counts + expert, tl.sum(found))
+def count_pairs(ids, counts, pairs, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """counts[c, e] = how many of the program's chunk of ids[0 .. pairs-1] are e. counts: [chunks, WIDTH]."""
+    chunk = tl.program_id(0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert = tl.load(ids + at, mask=at < pairs, other=-1)
+    every = tl.arange(0, WIDTH)
+    found = tl.sum((expert[:, None] == every[None, :]).to(tl.int32), 0)
+    tl.store(counts + chunk * WIDTH + every, found.to(counts.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["pairs", "blocks"])
+@triton.jit(do_not_specialize=["pairs", "blocks", "chunks"])
 def place_pairs(
     ids,
     counts,
@@ -41,38 +41,58 @@ def place_pairs(
     pairs,
     experts,
     blocks,
+    chunks,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    COUNTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Deals the pairs of each expert, in order, into blocks of ROWS; one program an expert, and one for what is left.
+    """Deals the pairs of each expert, in order, into blocks of ROWS; one program a chunk, and one for BLOCKS blocks.
 
     order[blocks * ROWS]: the pair in each place, -1 for none. block_expert[blocks]: whose block it is, -1 for nobody's.
     starts[experts + 1]: the first place of each expert, and the one behind the last. places[pairs]: where a pair is.
     """
-    expert = tl.program_id(0)
-    every = tl.arange(0, WIDTH)
-    sizes = (tl.load(counts + every, mask=every < experts, other=0) + ROWS - 1) // ROWS
-    first_block = tl.sum(tl.where(every < expert, sizes, 0))
-    mine = tl.sum(tl.where(every == expert, sizes, 0))
-    tl.store(starts + expert, first_block * ROWS)
-    if expert == experts:
-        for block in range(first_block, blocks):
-            tl.store(block_expert + block, -1)
+    program = tl.program_id(0)
+    # Ids from E to WIDTH-1 are counted too, but come behind all experts and move none of them.
+    total, before = _sum_counts(counts, chunks, program, WIDTH, COUNTS)
+    sizes = (total + ROWS - 1) // ROWS
+    end = tl.cumsum(sizes)
+    place = (end - sizes) * ROWS
+    if program < chunks:
+        at = program * CHUNK + tl.arange(0, CHUNK)
+        expert = tl.load(ids + at, mask=at < pairs, other=-1)
+        real = (expert >= 0) & (expert < experts)
+        earlier = (expert[:, None] == expert[None, :]) & (at[:, None] < at[None, :])
+        to = tl.gather(place + before, tl.where(real, expert, 0), 0) + tl.sum(earlier.to(tl.int32), 0)
+        tl.store(order + to, at, mask=real)
+        tl.store(places + at, to, mask=real)
     else:
-        for block in range(first_block, first_block + mine):
-            tl.store(block_expert + block, expert)
-        place = first_block * ROWS
-        if mine > 0:
-            for first in range(0, pairs, CHUNK):
-                at = first + tl.arange(0, CHUNK)
-                hit = (tl.load(ids + at, mask=at < pairs, other=-1) == expert).to(tl.int32)
-                to = place + tl.cumsum(hit) - 1
-                tl.store(order + to, at, mask=hit > 0)
-                tl.store(places + at, to, mask=hit > 0)
-                place += tl.sum(hit)
-        rest = place + tl.arange(0, ROWS)
-        tl.store(order + rest, -1, mask=rest < (first_block + mine) * ROWS)
+        block = (program - chunks) * BLOCKS + tl.arange(0, BLOCKS)
+        owner = tl.sum((end[None, :] <= block[:, None]).to(tl.int32), 1)
+        owned = owner < experts
+        tl.store(block_expert + block, tl.where(owned, owner, -1), mask=block < blocks)
+        filled = tl.gather(place + total, tl.where(owned, owner, 0), 0)
+        row = block[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+        tl.store(order + row, -1, mask=owned[:, None] & (row >= filled[:, None]))
+        if program == chunks:
+            every = tl.arange(0, WIDTH)
+            tl.store(starts, 0)
+            tl.store(starts + 1 + every, end * ROWS, mask=every < experts)
+
+
+@triton.jit
+def _sum_counts(counts, chunks, chunk, WIDTH: tl.constexpr, COUNTS: tl.constexpr):
+    """Each expert's pairs in all chunks, and in those before `chunk`."""
+    every = tl.arange(0, WIDTH)
+    total = tl.zeros((COUNTS, WIDTH), tl.int32)
+    before = tl.zeros((COUNTS, WIDTH), tl.int32)
+    for first in range(0, chunks, COUNTS):
+        one = first + tl.arange(0, COUNTS)[:, None]
+        found = tl.load(counts + one * WIDTH + every[None, :], mask=one < chunks, other=0).to(tl.int32)
+        total += found
+        before += tl.where(one < chunk, found, 0)
+    return tl.sum(total, 0), tl.sum(before, 0)
 
 
 @triton.jit
