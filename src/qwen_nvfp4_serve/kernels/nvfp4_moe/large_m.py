@@ -26,12 +26,13 @@ from qwen_nvfp4_serve.kernels.nvfp4_moe.weights import ExpertWeights
 K_MULTIPLE = 64  # of both products' columns: four blocks of 16, one tile of the scales' order
 WORKSPACE_BYTES = 256 * 2**20
 # Of the dealing: pairs that one program deals, counts and lines of counts that it adds up at a time, blocks that one
-# program fills. Its work grows with the square of the first, and with all pairs over it.
+# program fills. Its work grows with the square of the first, and with all pairs over it. The fastest of those timed on
+# an H200 for 2,048 tokens of the 35B and more (docs/kernels.md).
 PAIRS_IN_CHUNK = 256
-COUNTS_IN_STEP = 64 * 256
-LINES_IN_STEP = 64
+COUNTS_IN_STEP = 32 * 256
+LINES_IN_STEP = 32
 BLOCKS_IN_STEP = 64
-DEALING_WARPS = 8
+DEALING_WARPS = 4
 COLUMNS_IN_STEP = 1024  # of the kernels that only move or add
 STEP_BYTES = 64  # of a weight row that one step takes, or half of it where rows are no multiple
 OLDEST_CAPABILITY = (8, 0)  # BF16 tensor cores
