@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qwen_nvfp4_serve.errors import UsageError
-from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, large_m, large_m_measure
+from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, large_m, large_m_measure, large_m_w4a4
 
 with_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 INTERPRETED = ("interpreted_large_m.py", "interpreted_large_m_w4a4.py")
@@ -89,6 +89,25 @@ def test_experts_other_shapes_or_dtypes_are_refused(spoiled: str) -> None:
 def test_experts_without_tokens_are_none() -> None:
     none = torch.zeros(0, 1)
     assert large_m.experts(torch.zeros(0, 128), zero_experts(), none.int(), none).shape == (0, 128)
+
+
+@pytest.mark.parametrize(("tokens", "sizes"), [(3, [3]), (4, [4]), (5, [4, 1]), (9, [4, 4, 1])])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_rounds_are_full_and_what_is_left_comes_last(
+    tokens: int, sizes: list[int], quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = large_m_w4a4 if quantized else large_m
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(module, "tokens_in_round", lambda *_: 4)
+    monkeypatch.setattr(module, "_round", lambda x, *_: asked.append(x))
+    x = torch.randn(tokens, 128)
+    ids, shares = torch.zeros(tokens, 1, dtype=torch.int32), torch.ones(tokens, 1)
+    if quantized:
+        large_m_w4a4.experts(x, zero_experts(), ids, shares, torch.ones(2, 2), torch.empty_like(x))
+    else:
+        large_m.experts(x, zero_experts(), ids, shares)
+    assert [len(rows) for rows in asked] == sizes
+    assert torch.equal(torch.cat(asked), x)
 
 
 def test_warm_up_while_a_model_loads_in_bfloat16_asks_for_what_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,13 +122,13 @@ def experts(
     tokens, top_k = topk_ids.shape
     if tokens == 0:
         return y
-    rounds = -(-tokens // tokens_in_round(top_k, weights.hidden, weights.intermediate))
-    size = -(-tokens // rounds)
-    for first in range(0, tokens, size):
-        stop = min(first + size, tokens)
+    # Full ones, not equal ones: the more pairs an expert has, the less each costs.
+    most = tokens_in_round(top_k, weights.hidden, weights.intermediate)
+    for first in range(0, tokens, most):
+        stop = min(first + most, tokens)
         chosen = tile or tile_for((stop - first) * top_k / weights.experts, tiles)
         rows, ids, shares, sums = (
-            tensor if rounds == 1 else tensor[first:stop] for tensor in (x, topk_ids, topk_weights, y)
+            tensor if tokens <= most else tensor[first:stop] for tensor in (x, topk_ids, topk_weights, y)
         )
         _round(rows.contiguous(), ids.contiguous(), shares.contiguous(), weights, sums, chosen)
     return y

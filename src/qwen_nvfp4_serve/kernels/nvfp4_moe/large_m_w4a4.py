@@ -75,10 +75,9 @@ def experts(  # noqa: PLR0917
         seen = f"{input_scales.dtype} {tuple(input_scales.shape)}"
         raise UsageError("input scales of experts", seen=seen, expected=f"float32 [2, {weights.experts}]")
     tokens, top_k = topk_ids.shape
-    rounds = -(-tokens // tokens_in_round(top_k, weights.hidden, weights.intermediate))
-    size = -(-tokens // rounds)
-    for first in range(0, tokens, size):
-        part = slice(first, min(first + size, tokens))
+    most = tokens_in_round(top_k, weights.hidden, weights.intermediate)
+    for first in range(0, tokens, most):
+        part = slice(first, min(first + most, tokens))
         rows, ids, shares = (tensor[part].contiguous() for tensor in (x, topk_ids, topk_weights))
         _round(rows, ids, shares, weights, input_scales, y[part], gemm or flashinfer_gemm)
 
