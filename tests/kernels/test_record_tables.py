@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "kernels.md").read_text()
 
@@ -29,6 +31,36 @@ def record(name: str) -> Any:
 def test_block_times_are_those_of_the_record(title: str, field: str, form: str) -> None:
     cells = " | ".join(form.format(row[field]) for row in record("moe")["block"])
     assert f"| {title} | {cells} |" in TEXT
+
+
+def test_dealing_times_are_those_of_the_record() -> None:
+    deal = record("moe")["deal"]
+    at = [deal["cases"].index(f"uniform {tokens}") for tokens in (16, 64, 512, 2048, 2731, 8192)]
+    form = f"b {large_m.PAIRS_IN_CHUNK}/{large_m.LINES_IN_STEP}/{large_m.DEALING_WARPS} blocks{large_m.BLOCKS_IN_STEP}"
+    for title, name in (("by one program an expert", "one program an expert"), ("in two phases", form)):
+        cells = " | ".join(f"{deal['us'][name][place]:.1f}" for place in at)
+        assert f"| dealt {title} | {cells} |" in TEXT
+
+
+@pytest.mark.parametrize(
+    ("title", "sizes", "tile"),
+    [
+        ("three of 2,731", (2731, 2731, 2731), None),
+        ("two of 3,449, one of 1,294", (3449, 3449, 1294), None),
+        ("the same, 64 x 64 in all of them", (3449, 3449, 1294), "64x64"),
+    ],
+)
+def test_rounds_times_are_those_of_the_record_with_the_tiles_in_use(
+    title: str, sizes: tuple[int, ...], tile: str | None
+) -> None:
+    assert max(sizes) <= large_m.tokens_in_round(8, 2048, 512)
+    chosen = [large_m.tile_for(size * 8 / 256, large_m.TILES) for size in sizes]
+    names = [tile or f"{one.rows}x{one.columns}" for one in chosen]
+    sums = [
+        sum(times[str(size)][name] for size, name in zip(sizes, names, strict=True))
+        for times in map(record("moe")["rounds"].get, ("uniform", "liked"))
+    ]
+    assert f"| {title} | {' | '.join(f'{us:,.0f}' for us in sums)} |" in TEXT
 
 
 @pytest.mark.parametrize("model", ["35b", "27b"])
