@@ -5,11 +5,11 @@ that what is timed has the card to itself and the minutes in which engines compi
 `qwen-nvfp4 bench record --take OUT`:
 
     engines    build, admission; then for one model after the other: stock and ours start side by side and are measured
-               one at a time; with --restarts those of the first model start again, alone, from their own caches
-    known      known answers of the embedded model, stock and ours, eager, compiled and with drafts: asked while the
-               first engines start, which nothing times
+               one at a time; with --restarts each starts again after that, alone, from its own caches
+    known      known answers of the embedded model, stock and ours, eager, compiled and with drafts
+    elected    how many experts eight streams elect; it and the known answers run while the first model's engines start,
+               and nothing is timed before they are done
     logs       the engine logs for the planner
-    elected    how many experts eight streams elect
     kernels    the experts, the BF16 and the linear layers beside vLLM's, as long as there is time
 """
 
@@ -40,7 +40,7 @@ MODELS = {
 }
 MOE = "35b"
 START_S, KERNELS_S, SIDE_S, MEASURE_S, RESTART_S = 420.0, 150.0, 240.0, 120.0, 200.0
-PARTS = ("engines", "known", "logs", "elected", "kernels")
+PARTS = ("engines", "known", "elected", "logs", "kernels")
 CLI = "from qwen_nvfp4_serve.cli import main; main()"
 STOCK = dict(LABELS["stock"][1])
 KNOWN: dict[str, dict[str, Any]] = {
@@ -158,33 +158,36 @@ def admit(visit: Visit, models: Sequence[str]) -> None:
         visit.run(f"admission-{model}", [sys.executable, "-c", CLI, *words], 180)
 
 
-def engines(visit: Visit, model: str, restarts: int, known: Sequence[str]) -> None:
-    """Starts a model's engines, asks known answers meanwhile, then measures one engine after the other."""
+def engines(visit: Visit, model: str, restarts: int, known: Sequence[str], elected: bool) -> None:
+    """Starts a model's engines and what runs beside that, waits for all, then measures one engine after the other."""
     began_s = time.monotonic()
     running = {label: start_engine(visit, model, label, restarts) for label in LABELS}
-    asked = start_known(visit, known)
+    beside = start_beside(visit, known, elected)
     for label, engine in running.items():
         await_ready(visit, f"engine-{model}-{label}", engine, began_s + min(START_S, visit.left_s()))
-    finish_known(visit, asked, began_s + START_S)
+    finish_beside(visit, beside, began_s + START_S)
     for label, engine in running.items():
         (visit.out / f"engine-{model}-{label}.go").touch()
         visit.finish(f"engine-{model}-{label}", engine, MEASURE_S + restarts * RESTART_S)
 
 
-def start_known(visit: Visit, names: Sequence[str]) -> dict[str, subprocess.Popen[bytes]]:
-    """One engine of the embedded model for each of these ways of KNOWN, all at once."""
-    asked = {}
-    for name in names:
-        command = module("tests.known_on_card", str(visit.out / f"known-{name}.json"), json.dumps(KNOWN[name]))
-        backend = LABELS["stock" if name.startswith("stock") else "ours"][0]
-        asked[name] = visit.start(f"known-{name}", command, QWEN_NVFP4_BACKEND=backend)
-    return asked
+def start_beside(visit: Visit, known: Sequence[str], elected: bool) -> dict[str, subprocess.Popen[bytes]]:
+    """Engines that nothing times, all at once: of the embedded model in each of these ways of KNOWN, and of MOE."""
+    beside = {}
+    for way in known:
+        command = module("tests.known_on_card", str(visit.out / f"known-{way}.json"), json.dumps(KNOWN[way]))
+        backend = LABELS["stock" if way.startswith("stock") else "ours"][0]
+        beside[f"known-{way}"] = visit.start(f"known-{way}", command, QWEN_NVFP4_BACKEND=backend)
+    if elected:
+        command = module("tests.elected_on_card", str(visit.out / MOE), str(visit.out / "elected.json"))
+        beside["elected"] = visit.start("elected", command, QWEN_NVFP4_BACKEND=LABELS["stock"][0])
+    return beside
 
 
-def finish_known(visit: Visit, asked: Mapping[str, subprocess.Popen[bytes]], deadline_s: float) -> None:
-    """Waits for their answers."""
-    for name, process in asked.items():
-        visit.finish(f"known-{name}", process, deadline_s - time.monotonic())
+def finish_beside(visit: Visit, beside: Mapping[str, subprocess.Popen[bytes]], deadline_s: float) -> None:
+    """Waits for what they find."""
+    for name, process in beside.items():
+        visit.finish(name, process, deadline_s - time.monotonic())
 
 
 def kernels(visit: Visit, marlin: Path | None, commit: str) -> None:
@@ -231,15 +234,14 @@ def main() -> None:
         "--known", nargs="+", choices=list(KNOWN), default=list(KNOWN), help="what known answers are asked"
     )
     parser.add_argument("--commit", default="unknown", help="of this project, for the record")
-    parser.add_argument(
-        "--restarts", type=int, default=0, help="starts of the first model's engines from their caches, a minute each"
-    )
+    parser.add_argument("--restarts", type=int, default=0, help="of each engine, from its own caches, a minute each")
     parser.add_argument("--marlin", type=Path, help="vLLM's _C_stable_libtorch, for the linear layers beside Marlin")
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         end_s = time.monotonic() + chosen.minutes * 60
         known = chosen.known if "known" in chosen.parts else ()
+        elected = "elected" in chosen.parts and MOE in chosen.models
         visit = Visit(chosen.out, end_s, environment_of(Path(scratch) / "plugin"))
         visit.run("build", module("qwen_nvfp4_serve.kernels.build", "--cards", this_card()), 300)
         for model in chosen.models:
@@ -248,14 +250,11 @@ def main() -> None:
             admit(visit, chosen.models)
             for model in chosen.models:
                 first = model == chosen.models[0]
-                engines(visit, model, chosen.restarts if first else 0, known if first else ())
+                engines(visit, model, chosen.restarts, known if first else (), elected and first)
         else:
-            finish_known(visit, start_known(visit, known), time.monotonic() + START_S)
+            finish_beside(visit, start_beside(visit, known, elected), time.monotonic() + START_S)
         if "logs" in chosen.parts:
             visit.run("engine-logs", module("tests.record_engine_logs", str(chosen.out / "engine_logs.json")), SIDE_S)
-        if "elected" in chosen.parts and MOE in chosen.models:
-            counted = [str(chosen.out / MOE), str(chosen.out / "elected.json")]
-            visit.run("elected", module("tests.elected_on_card", *counted), SIDE_S)
         if "kernels" in chosen.parts:
             kernels(visit, chosen.marlin, chosen.commit)
     print(table(chosen.out, chosen.models))
