@@ -43,19 +43,19 @@ def test_dealing_times_are_those_of_the_record() -> None:
 
 
 @pytest.mark.parametrize(
-    ("title", "sizes", "tile"),
+    ("title", "sizes", "tiles"),
     [
         ("three of 2,731", (2731, 2731, 2731), None),
         ("two of 3,449, one of 1,294", (3449, 3449, 1294), None),
-        ("the same, 64 x 64 in all of them", (3449, 3449, 1294), "64x64"),
+        ("the same, 128 x 128 in the full ones", (3449, 3449, 1294), ("128x128", "128x128", "64x64")),
     ],
 )
 def test_rounds_times_are_those_of_the_record_with_the_tiles_in_use(
-    title: str, sizes: tuple[int, ...], tile: str | None
+    title: str, sizes: tuple[int, ...], tiles: tuple[str, ...] | None
 ) -> None:
     assert max(sizes) <= large_m.tokens_in_round(8, 2048, 512)
     chosen = [large_m.tile_for(size * 8 / 256, large_m.TILES) for size in sizes]
-    names = [tile or f"{one.rows}x{one.columns}" for one in chosen]
+    names = tiles or [f"{one.rows}x{one.columns}" for one in chosen]
     sums = [
         sum(times[str(size)][name] for size, name in zip(sizes, names, strict=True))
         for times in map(record("moe")["rounds"].get, ("uniform", "liked"))
