@@ -39,7 +39,7 @@ MODELS = {
     "27b": ("27b", 262_144, (4_096, 65_536, 261_632), 10),
 }
 MOE = "35b"
-START_S, KERNELS_S, SIDE_S, MEASURE_S, RESTART_S = 420.0, 150.0, 240.0, 120.0, 200.0
+START_S, KERNELS_S, SIDE_S, MEASURE_S, RESTART_S = 420.0, 150.0, 240.0, 200.0, 200.0
 PARTS = ("engines", "known", "elected", "logs", "kernels")
 CLI = "from qwen_nvfp4_serve.cli import main; main()"
 STOCK = dict(LABELS["stock"][1])

@@ -12,10 +12,11 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A kernel's machine code: mangled name and instructions without padding, in order."""
+    """A kernel's machine code: mangled name, instructions without padding, in order, and their addresses."""
 
     name: str
     instructions: tuple[str, ...]
+    addresses: tuple[int, ...]
 
     def opcodes(self) -> list[str]:
         """Opcodes without modifiers or predicates."""
@@ -37,8 +38,10 @@ def functions(tool: str, binary: Path) -> list[Function]:
     )
     result = []
     for part in listing.stdout.split("Function : ")[1:]:
-        code = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", part, flags=re.MULTILINE)
-        result.append(Function(part.split()[0], tuple(line for line in code if "NOP" not in line)))
+        listed = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", part, flags=re.MULTILINE)
+        code = [(int(address, 16), line) for address, line in listed if "NOP" not in line]
+        addresses, instructions = zip(*code, strict=True)
+        result.append(Function(part.split()[0], instructions, addresses))
     return result
 
 
@@ -63,3 +66,32 @@ def span_with(opcodes: list[str], opcode: str, count: int) -> list[str]:
     starts = range(len(places) - count + 1)
     best = min(starts, key=lambda i: places[i + count - 1] - places[i])
     return opcodes[places[best] : places[best + count - 1] + 1]
+
+
+def turn_with(function: Function, opcode: str) -> list[str]:
+    """The opcodes of the shortest way from the first `opcode` back to itself: what a loop does when nothing ends."""
+    opcodes = function.opcodes()
+    first = opcodes.index(opcode)
+    came_from = {first: first}
+    reached = [first]
+    for at in reached:
+        for then in _successors(function, at):
+            if then == first:
+                way = [at]
+                while way[-1] != first:
+                    way.append(came_from[way[-1]])
+                return [opcodes[i] for i in reversed(way)]
+            if then not in came_from:
+                came_from[then] = at
+                reached.append(then)
+    raise AssertionError(f"{function.name}: no loop around {opcode}")
+
+
+def _successors(function: Function, at: int) -> list[int]:
+    line = function.instructions[at]
+    always = not re.match(r"@!?U?P\d", line) and not re.search(r"BRA(\.\S+)? !?U?P\d|BRA\.DIV", line)
+    following = [] if always and re.match(r"(BRA|EXIT|RET)\b", line) else [at + 1]
+    target = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", line)
+    if target:
+        following.append(function.addresses.index(int(target[1], 16)))
+    return [i for i in following if i < len(function.instructions)]

@@ -107,8 +107,10 @@ def test_compiled_loop_leaves_the_card_bound_by_memory(
     for kernel in sass.functions(tool, compiled.binary):
         if "linear_kernel" not in kernel.name:
             continue
-        parts, tiles, _, steps, _ = template_arguments(kernel.name)
-        loop = sass.span_with(kernel.opcodes(), "HMMA", steps * 16 * tiles)
+        parts, tiles = template_arguments(kernel.name)[:2]
+        loop = sass.turn_with(kernel, "HMMA")
+        steps, rest = divmod(loop.count("HMMA"), 16 * tiles)
+        assert (steps, rest) == (2, 0), "two steps, with weights in alternating registers"
         per_weight = len(loop) / (steps * 128)
         record_property(f"instructions per weight, {8 * tiles // parts} tokens", round(per_weight, 2))
         assert per_weight <= MAX_INSTRUCTIONS_PER_WEIGHT

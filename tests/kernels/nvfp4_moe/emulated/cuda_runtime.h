@@ -102,6 +102,7 @@ inline Meeting waiting{0};
 inline int launches = 0, broken_rules = 0;
 inline bool last_first = false;  // the order in which threads run up to where they meet
 inline bool waited, released;
+inline int questions;  // that threads of a CTA have asked of counters
 
 inline Thread& self() { return threads[threadIdx.x]; }
 
@@ -137,7 +138,7 @@ void for_watched(Do act) {
 }
 
 inline void begin_watching() {
-    waited = released = false;
+    waited = released = false, questions = 0;
     for_watched([](Watched& w) {
         w.kept.assign(w.memory, w.memory + w.bytes);
         if (w.hidden) std::memset(w.memory, 0xff, w.bytes);  // NaN, or an id of no expert
@@ -213,6 +214,7 @@ inline void run_cta() {
 
 }  // namespace emulated
 
+inline void __syncwarp() { emulated::meet(emulated::warps[threadIdx.x / 32].meeting); }
 inline void __syncthreads() { emulated::meet(emulated::all); }
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {

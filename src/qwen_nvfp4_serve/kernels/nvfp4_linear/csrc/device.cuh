@@ -74,6 +74,16 @@ __device__ __forceinline__ unsigned arrive(unsigned* counter) {
     return before;
 }
 
+// The same where nobody asks for the sum, and its other side: what was written before is seen once the sum is.
+__device__ __forceinline__ void count_release(unsigned* counter) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ unsigned read_acquire(const unsigned* counter) {
+    unsigned value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
+}
+
 // Keeps what is computed from a value out of loops around this place.
 __device__ __forceinline__ void keep_here(uint32_t& value) { asm volatile("" : "+r"(value)); }
 

@@ -1,8 +1,8 @@
 // y[M, N] = x[M, K] W[N, K]^T * row_scale[N] (+ bias[N]) for small M: NVFP4 weights read in place, bf16 x and y.
 //
 // The work is row blocks x steps of 128 or 256 columns, dealt out evenly: CTA c takes steps [T c / G, T (c + 1) / G) of
-// the flattened list, so it owns whole row blocks, or parts of them. Parts go to `partial`; the CTA that completes a row
-// block adds them in the order of their columns, so the result does not depend on which one that was.
+// the flattened list, so it owns whole row blocks, or parts of them. Parts go to the CTA that began a row block, which
+// adds them in the order of their columns.
 #include "linear.h"
 
 #include <cuda_runtime.h>
@@ -43,9 +43,9 @@ struct Variant {
 };
 
 template <int P, int Tiles, int Warps, int StageSteps, int MinBlocks>
-constexpr Variant by_warps() {
+constexpr Variant by_warps(int most_rows = 0) {
     using S = Shape<P, Tiles, Warps, StageSteps>;
-    return {{S::tokens, Warps, MinBlocks, 0, 0, S::step_columns, S::rows, S::shared_bytes}, S::slot_floats, linear_kernel<P, Tiles, Warps, StageSteps, MinBlocks>};
+    return {{S::tokens, Warps, MinBlocks, 0, most_rows, S::step_columns, S::rows, S::shared_bytes}, S::slot_floats, linear_kernel<P, Tiles, Warps, StageSteps, MinBlocks>};
 }
 
 template <int Tiles, int Warps, int MinBlocks>
@@ -54,20 +54,20 @@ constexpr Variant by_warpgroups(int most_rows = 0) {
     return {{S::tokens, Warps, MinBlocks, 90, most_rows, S::step_columns, S::rows, S::shared_bytes}, S::slot_floats, warpgroup_kernel<Tiles, Warps, MinBlocks>};
 }
 
-// Up to so many rows, blocks of 256 share out the work over a card more evenly than blocks of 384.
-constexpr int kFewRows = 8192;
+// Up to so many rows, smaller blocks of them share out the work over a card more evenly.
+constexpr int kFewRows = 4096, kFewWarpgroupRows = 8192;
 
 // Chosen from all that were measured: docs/kernels.md.
 const Variant kVariants[] = {
-    by_warps<2, 1, 8, 4, 2>(), by_warps<1, 1, 8, 4, 2>(), by_warps<1, 2, 8, 2, 2>(),
-    by_warpgroups<3, 8, 2>(), by_warpgroups<4, 8, 1>(kFewRows), by_warpgroups<4, 12, 1>(),
-    by_warpgroups<6, 12, 1>(), by_warpgroups<8, 8, 1>(kFewRows), by_warpgroups<8, 12, 1>(),
-    by_warps<1, 4, 12, 2, 1>(), by_warps<1, 6, 8, 2, 1>(), by_warps<1, 8, 8, 2, 1>()};
+    by_warps<2, 1, 8, 4, 2>(kFewRows), by_warps<2, 1, 16, 8, 1>(), by_warps<1, 1, 8, 4, 2>(kFewRows), by_warps<1, 1, 16, 8, 1>(),
+    by_warps<1, 2, 8, 2, 2>(kFewRows), by_warps<1, 2, 16, 4, 1>(),
+    by_warpgroups<4, 8, 1>(kFewWarpgroupRows), by_warps<1, 4, 12, 2, 1>(),
+    by_warpgroups<6, 12, 1>(), by_warpgroups<8, 8, 1>(kFewWarpgroupRows), by_warpgroups<8, 12, 1>(),
+    by_warps<1, 6, 8, 2, 1>(), by_warps<1, 8, 8, 2, 1>()};
 constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 constexpr int kMaxDevices = 64;
-constexpr int kMaxRowBlocks = 1 << 14;
+constexpr int64_t kCounters = 1 << 14, kCounterBytes = kCounters * sizeof(unsigned);  // one for each warp of a launch
 constexpr int kShortShare = 2, kLongShare = 4;  // fewest steps of a CTA
-constexpr size_t kCounterBytes = kMaxRowBlocks * sizeof(unsigned);
 
 // What a card holds of each variant; filled once per device.
 struct Residency {
@@ -135,7 +135,7 @@ int64_t nvfp4_linear_workspace_bytes(void) {
     if (residency(&card)) return -1;
     int64_t most = 0;
     for (int i = 0; i < kVariantCount; ++i) {
-        const int64_t bytes = int64_t(card->multiprocessors) * card->blocks[i] * 2 * kVariants[i].slot_floats * sizeof(float);
+        const int64_t bytes = int64_t(card->multiprocessors) * card->blocks[i] * kVariants[i].slot_floats * sizeof(float);
         most = bytes > most ? bytes : most;
     }
     return most + kCounterBytes;
@@ -150,8 +150,8 @@ int32_t nvfp4_linear(const Nvfp4LinearCall* call, void* stream) {
     if (call->m < 1 || call->m > v.tokens || call->n < 1 || call->k < 1 || call->k % v.step_columns) return cudaErrorInvalidValue;
     const int steps = call->k / v.step_columns, tiles = (call->n + kTileRows - 1) / kTileRows;
     const int64_t row_blocks = (int64_t(tiles) * kTileRows + v.rows - 1) / v.rows, total = row_blocks * steps;
-    if (row_blocks > kMaxRowBlocks || total > INT32_MAX) return cudaErrorInvalidValue;
     const int64_t resident = int64_t(card->multiprocessors) * card->blocks[index];
+    if (total > INT32_MAX || resident * v.warps > kCounters) return cudaErrorInvalidValue;
     // Small matrices: shorter shares rather than idle multiprocessors.
     const int64_t even = total / card->multiprocessors, share = even < kShortShare ? kShortShare : even > kLongShare ? kLongShare : even;
     int64_t grid = call->grid > 0 ? call->grid : total / share;

@@ -8,6 +8,8 @@
 namespace nvfp4 {
 namespace {
 
+constexpr int kPartWords = 16;  // of 16 bytes, that a thread asks for together when it adds parts
+
 struct Params {
     const uint8_t* packed;
     const uint8_t* scales;
@@ -15,8 +17,8 @@ struct Params {
     const __nv_bfloat16* bias;
     const __nv_bfloat16* x;
     __nv_bfloat16* y;
-    float* partial;
-    unsigned* arrived;
+    float* parts;        // a slot for each CTA
+    unsigned* counters;  // one for each of its warps, all 0
     int m, n, k;
     int64_t x_stride, y_stride;
     int steps;        // per row block
@@ -31,32 +33,32 @@ struct Fragment {
     Word4 scales;
 };
 
-// Where a lane reads its weights and scales, one pointer per row; `ahead` counts steps.
+// Where a lane reads its weights and scales: two addresses that all lanes share, and how far from them its own bytes are.
 template <class S>
 struct WeightCursor {
-    const uint8_t* row[4];
-    const uint8_t* scale;
+    const uint8_t *weights, *scales;
+    uint32_t row[4], scale;
+    static_assert(S::warps % (4 * S::parts) == 0, "a row block begins with a tile of scales");
 
     __device__ void seek(const Params& p, int block, int step) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+        weights = p.packed + (int64_t(block) * S::rows * p.k + step * S::step_columns) / 2;
+        scales = p.scales + (int64_t(block) * (S::rows / kTileRows) * p.group_tiles + step * (S::step_columns / 64)) * kTileBytes;
         // Warps and rows past the end read the last ones again; nothing of theirs is stored.
-        const int w = min(block * S::warps + int(threadIdx.x / 32), p.last_warp);
-        const int64_t column = step * S::step_columns + column_of<S::parts>(g, t);
+        const int w = min(int(threadIdx.x / 32), p.last_warp - block * S::warps), last_row = p.n - 1 - block * S::rows;
 #pragma unroll
-        for (int q = 0; q < 4; ++q) row[q] = p.packed + (int64_t(min(row_of<S::parts>(w, g, q), p.n - 1)) * p.k + column) / 2;
-        scale = p.scales + scale_offset<S::parts>(w, p.group_tiles, step, g, t);
+        for (int q = 0; q < 4; ++q) row[q] = (uint32_t(min(row_of<S::parts>(w, g, q), last_row)) * p.k + column_of<S::parts>(g, t)) / 2;
+        scale = uint32_t(scale_offset<S::parts>(w, p.group_tiles, 0, g, t));
     }
 
     __device__ __forceinline__ void load(Fragment& f, int ahead) const {
 #pragma unroll
-        for (int q = 0; q < 4; ++q) f.weights[q] = load_weights(row[q] + ahead * S::step_bytes);
-        f.scales = load_weights(scale + ahead * (S::step_columns / 64 * kTileBytes));
+        for (int q = 0; q < 4; ++q) f.weights[q] = load_weights(weights + ahead * S::step_bytes + row[q]);
+        f.scales = load_weights(scales + ahead * (S::step_columns / 64 * kTileBytes) + scale);
     }
 
     __device__ __forceinline__ void advance(int by) {
-#pragma unroll
-        for (int q = 0; q < 4; ++q) row[q] += by * S::step_bytes;
-        scale += by * (S::step_columns / 64 * kTileBytes);
+        weights += by * S::step_bytes, scales += by * (S::step_columns / 64 * kTileBytes);
     }
 };
 
@@ -88,47 +90,77 @@ __device__ __forceinline__ void store_block(const Params& p, int block, const fl
     }
 }
 
-// CTA that holds flattened step `s`, for CTA c holding [total c / grid, total (c + 1) / grid).
-__device__ __forceinline__ int owner_of(int s, int total) { return int((int64_t(s + 1) * gridDim.x - 1) / total); }
+// A CTA's place in the list of all steps: place c holds [total c / grid, total (c + 1) / grid). The first CTAs take the last
+// places, so that a CTA waits for parts of CTAs that began before it: it never keeps them from a place on the card.
+__device__ __forceinline__ int place_of_this() { return int(gridDim.x - 1 - blockIdx.x); }
+__device__ __forceinline__ int first_step_of(int place, int total) { return int(int64_t(total) * place / gridDim.x); }
+__device__ __forceinline__ int place_of_step(int s, int total) { return int((int64_t(s + 1) * gridDim.x - 1) / total); }
 
-// Leaves this CTA's part of a row block in `partial`; true in the CTA that arrives last, with the whole sum in acc.
+// A place leaves at most one part: of the row block that another place began. Who began it adds the others' parts to its own, in
+// the order of their columns. Every warp for itself, as its rows are the same everywhere: its parts are counted as they come,
+// in a counter of the place that waits for them, and nobody meets at a barrier.
 template <class S>
-__device__ __forceinline__ bool combine_block(const Params& p, int block, bool starts_block, float (&acc)[2][S::tiles][4]) {
-    const int first = owner_of(block * p.steps, p.total), last = owner_of((block + 1) * p.steps - 1, p.total);
-    const auto slot = [&](int cta, bool starts) {
-        return reinterpret_cast<float4*>(p.partial + int64_t(cta * 2 + starts) * S::slot_floats) + threadIdx.x;
-    };
-    float4* mine = slot(blockIdx.x, starts_block);
+__device__ __forceinline__ float4* part_slot(const Params& p, int place) {
+    return reinterpret_cast<float4*>(p.parts + int64_t(place) * S::slot_floats) + threadIdx.x;
+}
+
+template <class S>
+__device__ __forceinline__ unsigned* part_counter(const Params& p, int place) {
+    return p.counters + place * S::warps + threadIdx.x / 32;
+}
+
+template <class S>
+__device__ __forceinline__ void send_part(const Params& p, int block, const float (&acc)[2][S::tiles][4]) {
+    float4* slot = part_slot<S>(p, place_of_this());
 #pragma unroll
     for (int i = 0; i < 2 * S::tiles; ++i) {
         const float(&v)[4] = acc[i / S::tiles][i % S::tiles];
-        __stcg(mine + i * S::threads, make_float4(v[0], v[1], v[2], v[3]));
+        __stcg(slot + i * S::threads, make_float4(v[0], v[1], v[2], v[3]));
     }
-    __shared__ unsigned arrived_before;
-    __syncthreads();  // orders every thread's part before thread 0's release, which publishes them all
-    if (threadIdx.x == 0) arrived_before = arrive(p.arrived + block);
-    __syncthreads();
-    if (arrived_before != unsigned(last - first)) return false;
-    if (threadIdx.x == 0) p.arrived[block] = 0;
-#pragma unroll
-    for (int i = 0; i < 2 * S::tiles; ++i) {
-        const float4 v = __ldcg(slot(first, true) + i * S::threads);
-        float(&sum)[4] = acc[i / S::tiles][i % S::tiles];
-        sum[0] = v.x, sum[1] = v.y, sum[2] = v.z, sum[3] = v.w;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) count_release(part_counter<S>(p, place_of_step(block * p.steps, p.total)));
+}
+
+template <class S>
+__device__ __forceinline__ void add_parts(const Params& p, int block, float (&acc)[2][S::tiles][4]) {
+    constexpr int words = 2 * S::tiles, places = words < kPartWords ? kPartWords / words : 1;  // asked for together
+    const int first = place_of_this() + 1, last = place_of_step((block + 1) * p.steps - 1, p.total);
+    if (threadIdx.x % 32 == 0) {
+        unsigned* counter = part_counter<S>(p, first - 1);
+        while (read_acquire(counter) != unsigned(last - first + 1)) {
+        }
+        *counter = 0;
     }
-    // Few tiles: several parts are on their way at once; many tiles: one part fills the registers.
-#pragma unroll(S::tiles <= 2 ? 4 : 1)
-    for (int cta = first + 1; cta <= last; ++cta) {
-        float4 part[2 * S::tiles];
+    __syncwarp();
+#pragma unroll 1
+    for (int place = first; place <= last; place += places) {
+        float4 part[places * words];
 #pragma unroll
-        for (int i = 0; i < 2 * S::tiles; ++i) part[i] = __ldcg(slot(cta, false) + i * S::threads);
+        for (int i = 0; i < places * words; ++i)
+            if (place + i / words <= last) part[i] = __ldcg(part_slot<S>(p, place + i / words) + i % words * S::threads);
 #pragma unroll
-        for (int i = 0; i < 2 * S::tiles; ++i) {
-            float(&sum)[4] = acc[i / S::tiles][i % S::tiles];
+        for (int i = 0; i < places * words; ++i) {
+            if (place + i / words > last) break;
+            float(&sum)[4] = acc[i % words / S::tiles][i % words % S::tiles];
             sum[0] += part[i].x, sum[1] += part[i].y, sum[2] += part[i].z, sum[3] += part[i].w;
         }
     }
-    return true;
+}
+
+// What a CTA does with its sums of a row block. Only its last one may lack steps at its end.
+template <class S>
+__device__ __forceinline__ void finish_block(const Params& p, int block, bool starts, const float (&acc)[2][S::tiles][4]) {
+    if (starts) {
+        store_block<S>(p, block, acc);
+    } else {
+        send_part<S>(p, block, acc);
+    }
+}
+
+template <class S>
+__device__ __forceinline__ void finish_last_block(const Params& p, int block, bool starts, bool finishes, float (&acc)[2][S::tiles][4]) {
+    if (starts && !finishes) add_parts<S>(p, block, acc);
+    finish_block<S>(p, block, starts, acc);
 }
 
 }  // namespace

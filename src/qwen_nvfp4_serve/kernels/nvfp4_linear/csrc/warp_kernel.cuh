@@ -6,6 +6,8 @@
 namespace nvfp4 {
 namespace {
 
+constexpr int kFirstWindow = 4;  // steps whose activations the first product waits for
+
 // P: parts of K in a warp step. Tiles: MMA tiles of 8 / P tokens. StageSteps: steps of activations staged at once.
 template <int P, int Tiles, int Warps, int StageSteps>
 struct Shape {
@@ -17,45 +19,42 @@ struct Shape {
     static constexpr int slot_floats = threads * 8 * Tiles;
 };
 
-// Stages activations of StageSteps steps in shared memory, 16-byte chunks of 8 columns in decode()'s order:
-// slot ((step * 4 + word) * tokens + token) * 4 P + part * 4 + t. A thread keeps to its columns and walks the tokens.
-template <class S, int StageSteps>
+// Stages activations of up to StageSteps steps in shared memory, 16-byte chunks of 8 columns in decode()'s order:
+// slot ((step * 4 + word) * tokens + token) * 4 P + part * 4 + t. A thread keeps to its columns and walks steps and tokens.
+template <class S>
 struct ActivationStage {
-    static constexpr int stage_columns = StageSteps * S::step_chunks;
-    static constexpr int tokens_per_pass = S::threads / stage_columns > 0 ? S::threads / stage_columns : 1;
-    static constexpr int passes = (S::tokens + tokens_per_pass - 1) / tokens_per_pass;
-    static_assert(S::threads % stage_columns == 0);
-    int token, slot, column;
+    static constexpr int pairs_per_pass = S::threads / S::step_chunks;  // of step and token
+    static_assert(S::threads % S::step_chunks == 0);
+    int pair, column, slot;
 
-    __device__ ActivationStage() : token(threadIdx.x / stage_columns) {
-        const int chunk = threadIdx.x % S::step_chunks, step = threadIdx.x / S::step_chunks % StageSteps;
-        const int word = chunk % 4, lane = chunk / 4;  // lane: part * 4 + t
-        slot = ((step * 4 + word) * S::tokens + token) * 4 * S::parts + lane;
-        column = step * S::step_columns + chunk * 8;
+    __device__ ActivationStage() : pair(threadIdx.x / S::step_chunks) {
+        const int chunk = threadIdx.x % S::step_chunks, word = chunk % 4, lane = chunk / 4;  // lane: part * 4 + t
+        slot = word * S::tokens * 4 * S::parts + lane;
+        column = chunk * 8;
     }
 
-    __device__ __forceinline__ void request(const Params& p, uint4* stage, int step) const {
-        int k = step * S::step_columns + column;
-        while (k >= p.k) k -= p.k;  // after a row block's last step comes the next one's first
-        const __nv_bfloat16* x = p.x + token * p.x_stride + k;
-#pragma unroll
-        for (int i = 0; i < passes; ++i) {
-            if (token + i * tokens_per_pass < p.m) copy_async(stage + slot + i * tokens_per_pass * 4 * S::parts, x);
-            x += tokens_per_pass * p.x_stride;
+    template <class Do>
+    __device__ __forceinline__ void for_chunks(const Params& p, uint4* stage, int steps, Do act) const {
+        for (int i = pair; i < steps * S::tokens; i += pairs_per_pass) {
+            const int step = i / S::tokens, token = i % S::tokens;
+            if (token < p.m) act(stage + slot + (step * 4 * S::tokens + token) * 4 * S::parts, step, token);
         }
-        commit_copies();
     }
 
-    // Waits for this thread's own chunks and reorders them in place.
-    __device__ __forceinline__ void finish(const Params& p, uint4* stage) const {
-        wait_for_copies<0>();
-#pragma unroll
-        for (int i = 0; i < passes; ++i) {
-            if (token + i * tokens_per_pass >= p.m) break;
-            uint4& chunk = stage[slot + i * tokens_per_pass * 4 * S::parts];
-            const Word4 o = permute_activations({{chunk.x, chunk.y, chunk.z, chunk.w}});
-            chunk = make_uint4(o.v[0], o.v[1], o.v[2], o.v[3]);
-        }
+    __device__ __forceinline__ void request(const Params& p, uint4* stage, int first, int steps) const {
+        for_chunks(p, stage, steps, [&](uint4* chunk, int step, int token) {
+            step += first;
+            while (step >= p.steps) step -= p.steps;  // after a row block's last step comes the next one's first
+            copy_async(chunk, p.x + token * p.x_stride + step * S::step_columns + column);
+        });
+    }
+
+    // Reorders this thread's own chunks in place, once they are there.
+    __device__ __forceinline__ void finish(const Params& p, uint4* stage, int steps) const {
+        for_chunks(p, stage, steps, [](uint4* chunk, int, int) {
+            const Word4 o = permute_activations({{chunk->x, chunk->y, chunk->z, chunk->w}});
+            *chunk = make_uint4(o.v[0], o.v[1], o.v[2], o.v[3]);
+        });
     }
 };
 
@@ -93,8 +92,8 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
     using S = Shape<P, Tiles, Warps, StageSteps>;
     uint4* stages = static_cast<uint4*>(dynamic_shared());
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int begin = int(int64_t(p.total) * blockIdx.x / gridDim.x);
-    int left = int(int64_t(p.total) * (blockIdx.x + 1) / gridDim.x) - begin;
+    const int begin = first_step_of(place_of_this(), p.total);
+    int left = first_step_of(place_of_this() + 1, p.total) - begin;
     int block = begin / p.steps, step = begin % p.steps;
     WeightCursor<S> cursor;
     Fragment current;
@@ -103,77 +102,68 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) linear_kernel(const __g
     wait_for_producer();
     release_dependents();
 
-    const ActivationStage<S, StageSteps> activations;
+    const ActivationStage<S> activations;
     const uint32_t selector = scale_selector(t);
     // Lanes of absent tokens read the last one: their columns are never stored.
     const uint4* lane_x = stages + g * 4 + t;
     const uint4* lane_x_last = stages + (min((Tiles - 1) * 8 / P + g / P, p.m - 1) * P + g % P) * 4 + t;
-    activations.request(p, stages, step);
-    activations.finish(p, stages);
+    int window = min(min(kFirstWindow, StageSteps), left);  // steps whose activations are there
+    activations.request(p, stages, step, window);
+    commit_copies();
+    wait_for_copies<0>();
+    activations.finish(p, stages, window);
     __syncthreads();
 
     float acc[2][S::tiles][4] = {};
-    bool starts = step == 0;
-    int buffer = 0;
-    // One turn per window of StageSteps steps. What follows, in this row block or the next, is always under way already.
-    while (true) {
-        int waiting = min(StageSteps, left);  // steps of this window
-        uint4* following = stages + (S::stage_chunks - buffer);
-        if (left > StageSteps) activations.request(p, following, step + StageSteps);
-        for (int offset = buffer; waiting > 0;) {
-            const int run = min(waiting, p.steps - step);
-            const bool finishes = step + run == p.steps, last = run == left;
-            const auto turn = [&](Fragment& f, int steps) {
-                if (last) return;
-                if (finishes) {
-                    cursor.seek(p, block + 1, 0);
-                } else {
-                    cursor.advance(steps);
-                }
-                cursor.load(f, 0);
-            };
-            if (run == StageSteps) {
-                Fragment other;
-#pragma unroll
-                for (int i = 0; i < StageSteps; ++i) {
-                    Fragment &now = i % 2 ? other : current, &next = i % 2 ? current : other;
-                    if (i + 1 < StageSteps) {
-                        cursor.load(next, i + 1);
-                    } else {
-                        turn(next, StageSteps);
-                    }
-                    const int at = offset + i * S::step_chunks * S::tokens;
-                    multiply_step<S>(acc, now, selector, lane_x + at, lane_x_last + at);
-                }
-                if (StageSteps % 2) current = other;
-            } else {
-                for (int i = 0; i < run; ++i) {
-                    Fragment next;
-                    if (i + 1 < run) {
-                        cursor.advance(1);
-                        cursor.load(next, 0);
-                    } else {
-                        turn(next, 1);
-                    }
-                    const int at = offset + i * S::step_chunks * S::tokens;
-                    multiply_step<S>(acc, current, selector, lane_x + at, lane_x_last + at);
-                    current = next;
-                }
-            }
-            offset += run * S::step_chunks * S::tokens;
-            step += run, left -= run, waiting -= run;
-            if (finishes || last) {
-                const bool whole = starts && finishes;
-                if (whole || combine_block<S>(p, block, starts, acc)) store_block<S>(p, block, acc);
-                if (last) return;
-                ++block, step = 0, starts = true;
-#pragma unroll
-                for (int i = 0; i < 8 * S::tiles; ++i) acc[i / (4 * S::tiles)][i / 4 % S::tiles][i % 4] = 0.0f;
-            }
+    bool starts = step == 0, finishes, last;
+    int at = 0, following = S::stage_chunks, ahead = 0, run = 0, until = 0;
+    // What follows a window is on its way while it is multiplied, and so is what follows a step.
+    const auto begin_window = [&] {
+        ahead = min(StageSteps, left - window);
+        if (ahead > 0) activations.request(p, stages + following, step + window, ahead);
+        commit_copies();
+    };
+    const auto begin_run = [&] {  // of steps that are in one row block and in one window
+        until = run = min(window, p.steps - step);
+        finishes = step + run == p.steps, last = run == left;
+    };
+    const auto turn = [&](const Fragment& now, Fragment& next) {  // false once there is no more
+        const bool ends = --until == 0;
+        if (ends && finishes) {
+            cursor.seek(p, last ? block : block + 1, 0);
+        } else {
+            cursor.advance(1);
         }
-        activations.finish(p, following);
-        __syncthreads();
-        buffer = S::stage_chunks - buffer;
+        if (!ends || !last) cursor.load(next, 0);
+        multiply_step<S>(acc, now, selector, lane_x + at, lane_x_last + at);
+        at += S::step_chunks * S::tokens;
+        if (!ends) return true;
+        if (last) {
+            finish_last_block<S>(p, block, starts, finishes, acc);
+            return false;
+        }
+        if (finishes) {
+            finish_block<S>(p, block, starts, acc);
+            ++block, step = -run, starts = true;
+#pragma unroll
+            for (int i = 0; i < 8 * S::tiles; ++i) acc[i / (4 * S::tiles)][i / 4 % S::tiles][i % 4] = 0.0f;
+        }
+        step += run, left -= run, window -= run;
+        if (window == 0) {
+            wait_for_copies<0>();
+            activations.finish(p, stages + following, ahead);
+            __syncthreads();
+            at = following, following = S::stage_chunks - following, window = ahead;
+            begin_window();
+        }
+        begin_run();
+        return true;
+    };
+    begin_window();
+    begin_run();
+    Fragment other;
+#pragma unroll 1
+    while (turn(current, other) && turn(other, current)) {
     }
 }
 

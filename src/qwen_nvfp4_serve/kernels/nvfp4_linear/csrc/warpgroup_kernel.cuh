@@ -44,9 +44,9 @@ struct Supply {
     __device__ __forceinline__ void seek(const Params& p) {
         WeightCursor<S> cursor;
         cursor.seek(p, block, step);
-        weights = cursor.row[0], scales = cursor.scale;
+        weights = cursor.weights + cursor.row[0], scales = cursor.scales + cursor.scale;
 #pragma unroll
-        for (int q = 1; q < 4; ++q) later[q - 1] = int(cursor.row[q] - weights);
+        for (int q = 1; q < 4; ++q) later[q - 1] = int(cursor.row[q] - cursor.row[0]);
     }
 
     __device__ __forceinline__ void request_weights(uint4* stage) const {
@@ -143,8 +143,8 @@ __device__ __forceinline__ void pin_sums(float (&acc)[2][S::tiles][4]) {
 
 template <class S>
 __device__ __forceinline__ void run_warpgroups(const Params& p, uint4* stages) {
-    const int begin = int(int64_t(p.total) * blockIdx.x / gridDim.x);
-    int left = int(int64_t(p.total) * (blockIdx.x + 1) / gridDim.x) - begin;
+    const int begin = first_step_of(place_of_this(), p.total);
+    int left = first_step_of(place_of_this() + 1, p.total) - begin;
     int block = begin / p.steps, step = begin % p.steps;
     Supply<S> supply(p, begin, left);
 #pragma unroll 1
@@ -185,9 +185,12 @@ __device__ __forceinline__ void run_warpgroups(const Params& p, uint4* stages) {
         wait_for_products<0>();
         pin_sums<S>(acc);
         const bool finishes = ++step == p.steps, last = --left == 0;
-        if (finishes || last) {
-            if ((starts && finishes) || combine_block<S>(p, block, starts, acc)) store_block<S>(p, block, acc);
-            if (last) return;
+        if (last) {
+            finish_last_block<S>(p, block, starts, finishes, acc);
+            return;
+        }
+        if (finishes) {
+            finish_block<S>(p, block, starts, acc);
             ++block, step = 0, starts = true;
 #pragma unroll
             for (int j = 0; j < 8 * S::tiles; ++j) acc[j / (4 * S::tiles)][j / 4 % S::tiles][j % 4] = 0.0f;
