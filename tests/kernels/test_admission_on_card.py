@@ -10,7 +10,7 @@ import torch
 
 from qwen_nvfp4_serve.host import Gpu
 from qwen_nvfp4_serve.kernels import nvfp4, nvfp4_linear
-from qwen_nvfp4_serve.kernels.admission import EXACT, Shape, Span, Table, Verdict, admit, dispatch, serving
+from qwen_nvfp4_serve.kernels.admission import EXACT, Shape, Span, Table, Verdict, admit, dispatch, serving, timing
 from qwen_nvfp4_serve.kernels.nvfp4_linear import reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -49,6 +49,12 @@ def test_second_admission_takes_less_than_a_second(table: Table, directory: Path
     begin = time.monotonic()
     assert admit(SHAPES, card=card, directory=directory, names=EXACT) == table
     assert time.monotonic() - begin < 1
+
+
+def test_small_kernel_adds_to_a_graph_about_what_it_takes_alone() -> None:
+    between = timing.small_kernel()
+    assert between is not None
+    assert timing._alone_us() / 2 < timing.cuda_timer([between] * 32) < 2 * timing._alone_us()
 
 
 @pytest.mark.parametrize("m", [1, 9, 64, 65, 300])

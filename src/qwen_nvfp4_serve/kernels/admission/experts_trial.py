@@ -11,7 +11,8 @@ import torch
 from qwen_nvfp4_serve.kernels import nvfp4, nvfp4_moe
 from qwen_nvfp4_serve.kernels.admission.experts import ExpertsCall, ExpertsCandidate
 from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS, Finding, Shape, Verdict
-from qwen_nvfp4_serve.kernels.admission.trial import MARGIN, Timer, WrongResultError, synchronize
+from qwen_nvfp4_serve.kernels.admission.timing import Timer
+from qwen_nvfp4_serve.kernels.admission.trial import MARGIN, WrongResultError, synchronize
 from qwen_nvfp4_serve.kernels.nvfp4_moe import ExpertWeights, reference
 
 # The large ones are where a grouped GEMM takes larger tiles, with 8 of 256 experts a token.

@@ -11,21 +11,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 
-from qwen_nvfp4_serve.kernels import bf16_linear, build, nvfp4
+from qwen_nvfp4_serve.kernels import nvfp4
 from qwen_nvfp4_serve.kernels.admission import candidates as known
 from qwen_nvfp4_serve.kernels.admission.candidates import Candidate
 from qwen_nvfp4_serve.kernels.admission.cases import INPUT_AMAX, Case, make_case
 from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS, Finding, Shape, Verdict, finding_to_json
+from qwen_nvfp4_serve.kernels.admission.timing import Timer, cpu_timer, cuda_timer
 from qwen_nvfp4_serve.kernels.nvfp4_linear import reference
 
 CHECKED_TOKENS = (1, 2, 7, 8, 16, 17, 33, 64, 65, 200)
@@ -33,16 +32,11 @@ PADDED = ((200, 768), (96, 512), (1000, 640))  # rows that fill no tile of scale
 SCALED = (2.0**-12, 2.0**12)  # what they multiply: products beyond FP16's range, in both directions
 CHECKED_ROWS = 8192  # of the FP64 copy of a weight at a time
 MARGIN = 64  # elements behind the output that must stay as they were
-CPU_REPEATS = 5
 COLD_BYTES = 256 * 2**20  # of weights, so that none is in an L2 cache (126 MB on the largest card)
 MAX_COPIES = 32
 MANY_TOKENS = 256
 # A library rounds ties, and quotients, in its own way: this much of the activations' norm may differ from ours.
 ROUNDING_SHARE = 0.02
-
-Timer = Callable[[Sequence[Callable[[], object]]], float]
-SMALL_ROWS = (64, 2048)  # and columns of what runs between two timed calls: 1.5 us on an H200
-SMALL_KERNELS = 48  # that are timed alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,49 +155,6 @@ def time_tokens(candidate: Candidate, case: Case, timer: Timer) -> Iterator[tupl
         y = torch.empty(m, case.rows, dtype=torch.bfloat16, device=x.device)
         used = weights if m <= MANY_TOKENS else weights[:2]
         yield m, timer([partial(candidate.run, x, weight, y, scales=scales) for weight in used])
-
-
-def cuda_timer(calls: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds that a call adds to a CUDA graph in which it follows a small kernel, as in a step.
-
-    One after the other, calls would hide their ends behind each other's beginnings, which no step lets them do; and an
-    H200's vendor GEMM takes 10 % longer behind a kernel that lets the next one start early.
-    """
-    from qwen_nvfp4_serve.kernels.nvfp4_linear import launch
-    from qwen_nvfp4_serve.kernels.nvfp4_linear.measure import graph_us
-
-    between = _small_kernel()
-    if between is None:
-        found = graph_us(calls)
-    else:
-        alone = graph_us([between] * SMALL_KERNELS)
-        found = 2 * graph_us([each for call in calls for each in (between, call)]) - alone
-    # Each measurement has a stream of its own, and every stream its workspaces.
-    launch._partials.clear()
-    launch._dequantized.clear()
-    return found
-
-
-@cache
-def _small_kernel() -> Callable[[], object] | None:
-    """A launch of a microsecond or two that waits for the one ahead and lets the next one start. None: not built."""
-    if build.find(build.BF16_LINEAR) is None or bf16_linear.supports(torch.cuda.get_device_capability(), *SMALL_ROWS):
-        return None
-    weight = torch.zeros(SMALL_ROWS, dtype=torch.bfloat16, device="cuda")
-    x, y = (torch.zeros(1, size, dtype=torch.bfloat16, device="cuda") for size in reversed(SMALL_ROWS))
-    torch.cuda.synchronize()  # it reads weights before it waits
-    return partial(bf16_linear.small_m, x, weight, None, y)
-
-
-def cpu_timer(calls: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds of a call."""
-    times = []
-    for _ in range(CPU_REPEATS):
-        begin = time.perf_counter()
-        for call in calls:
-            call()
-        times.append((time.perf_counter() - begin) * 1e6 / len(calls))
-    return statistics.median(times)
 
 
 def try_one(
