@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,5 +94,5 @@ def _successors(function: Function, at: int) -> list[int]:
     following = [] if always and re.match(r"(BRA|EXIT|RET)\b", line) else [at + 1]
     target = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", line)
     if target:
-        following.append(function.addresses.index(int(target[1], 16)))
+        following.append(bisect_left(function.addresses, int(target[1], 16)))  # padding leads to what comes after it
     return [i for i in following if i < len(function.instructions)]

@@ -8,10 +8,10 @@ from qwen_nvfp4_serve.units import MIB
 
 VOCAB_MULTIPLE = 64  # vLLM pads the rows of lm_head to it (layers/vocab_parallel_embedding.py)
 
-# kernels/nvfp4_linear/launch.py: bound of the dequantized rows; linear.cu: two parts for each resident block, on a
+# kernels/nvfp4_linear/launch.py: bound of the dequantized rows; linear.cu: a part for each resident block, on a
 # multiprocessor two blocks with parts of at most 64 KiB or, of sm_90's, one with parts of 96 KiB; and the counters.
 DEQUANTIZED_BYTES = 128 * MIB
-PARTIAL_BYTES_PER_PROCESSOR = 2 * 2 * 64 * 1024
+PARTIAL_BYTES_PER_PROCESSOR = 2 * 64 * 1024
 COUNTER_BYTES = 64 * 1024
 TILED_BYTES = 64 * MIB  # kernels/nvfp4_linear/tiled.py: bound of what the tiled GEMM takes beside its result
 EXPERTS_BYTES = 256 * MIB  # kernels/nvfp4_moe/large_m.py: bound of what the grouped GEMM takes beside its result
