@@ -1,4 +1,4 @@
-"""How admission times candidates on a card: the arithmetic and the order of launches, with a stand-in for the card."""
+"""How calls are timed on a card: the arithmetic and the order of launches, with a stand-in for the card."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
-from qwen_nvfp4_serve.kernels import bf16_linear, build
+from qwen_nvfp4_serve.kernels import bf16_linear, build, graph_timing
 from qwen_nvfp4_serve.kernels.admission import timing
-from qwen_nvfp4_serve.kernels.nvfp4_linear import launch, measure
+from qwen_nvfp4_serve.kernels.nvfp4_linear import launch
 
 SMALL, SMALL_US = "small", 1.5
 
 
 class Card:
-    """Launches take what they say. Graphs are measured as `measure.graph_us` does: one call, then all are captured."""
+    """Launches take what they say. Graphs are measured as `graph_us` does: one call, then all are captured."""
 
     def __init__(self) -> None:
         self.launched: list[str] = []
@@ -50,11 +50,11 @@ class Card:
 def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     """A card with the small kernel, and workspaces that earlier streams left behind."""
     found = Card()
-    monkeypatch.setattr(measure, "graph_us", found.graph_us)
-    monkeypatch.setattr(timing, "small_kernel", lambda: found.kernel(SMALL, SMALL_US))
+    monkeypatch.setattr(graph_timing, "graph_us", found.graph_us)
+    monkeypatch.setattr(graph_timing, "small_kernel", lambda: found.kernel(SMALL, SMALL_US))
     for workspaces in (launch._partials, launch._dequantized):
         monkeypatch.setitem(workspaces, (0, 1), torch.empty(0))
-    timing._alone_us.cache_clear()
+    graph_timing._alone_us.cache_clear()
     return found
 
 
@@ -71,21 +71,21 @@ def test_every_timed_call_follows_a_small_kernel_and_its_workspace_is_there(card
 def test_small_kernel_is_timed_alone_once_for_all_candidates(card: Card) -> None:
     times = [timing.cuda_timer([card.kernel(name, us)] * 2) for name, us in (("a", 4.0), ("b", 5.0))]
     assert times == pytest.approx([4.0, 5.0])
-    assert card.graphs.count([SMALL] * timing.SMALL_CALLS) == 1
+    assert card.graphs.count([SMALL] * graph_timing.SMALL_CALLS) == 1
     assert len(card.graphs) == 3
 
 
 def test_time_that_noise_takes_below_nothing_stays_one_to_divide_by(
     card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "_alone_us", lambda: 100.0)
-    assert timing.cuda_timer([card.kernel("a", 4.0)] * 2) == timing.LEAST_US > 0
+    monkeypatch.setattr(graph_timing, "_alone_us", lambda: 100.0)
+    assert timing.cuda_timer([card.kernel("a", 4.0)] * 2) == graph_timing.LEAST_US > 0
 
 
 def test_calls_without_the_small_kernel_are_timed_one_after_the_other(
     card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "small_kernel", lambda: None)
+    monkeypatch.setattr(graph_timing, "small_kernel", lambda: None)
     assert timing.cuda_timer([card.kernel("a", 4.0), card.kernel("a", 6.0)]) == pytest.approx(5.0)
     assert card.graphs == [["a", "a"]]
 
@@ -95,7 +95,7 @@ def test_workspaces_of_a_measurements_stream_are_dropped(
     card: Card, monkeypatch: pytest.MonkeyPatch, built: bool
 ) -> None:
     if not built:
-        monkeypatch.setattr(timing, "small_kernel", lambda: None)
+        monkeypatch.setattr(graph_timing, "small_kernel", lambda: None)
     timing.cuda_timer([card.kernel("a", 4.0)])
     assert not launch._partials
     assert not launch._dequantized
@@ -129,16 +129,16 @@ class Library:
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    timing.small_kernel.cache_clear()
+    graph_timing.small_kernel.cache_clear()
 
 
 def test_small_kernel_is_ours_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library(monkeypatch)
-    between = timing.small_kernel()
+    between = graph_timing.small_kernel()
     assert between is not None
     between()
     assert library.calls == [((1, 2048), (64, 2048), (1, 64))] * 2  # tried once, then called
-    assert timing.small_kernel() is between
+    assert graph_timing.small_kernel() is between
 
 
 @pytest.mark.parametrize("missing", [{"built": False}, {"capability": (10, 0)}], ids=str)
@@ -146,7 +146,7 @@ def test_small_kernel_that_was_not_built_or_is_for_other_cards_is_none(
     monkeypatch: pytest.MonkeyPatch, missing: dict[str, Any]
 ) -> None:
     library = Library(monkeypatch, **missing)
-    assert timing.small_kernel() is None
+    assert graph_timing.small_kernel() is None
     assert library.calls == []
 
 
@@ -158,4 +158,4 @@ def test_small_kernel_that_fails_is_none_and_blames_no_candidate(
 ) -> None:
     library = Library(monkeypatch)
     library.error = error
-    assert timing.small_kernel() is None
+    assert graph_timing.small_kernel() is None

@@ -21,7 +21,10 @@ from qwen_nvfp4_serve.kernels.admission.table import Shape, Table, from_json, to
 FOLDER = "admission"  # in our cache
 VARIABLE = "QWEN_NVFP4_CACHE_DIR"
 PACKAGES = ("vllm", "torch", "triton", "flashinfer-python")
-SOURCES = ("admission", "bf16_linear", "nvfp4_linear", "nvfp4_moe", "cards.py", "nvfp4.py", "ops.py", "triton_step.py")
+SOURCES = (
+    *("admission", "bf16_linear", "nvfp4_linear", "nvfp4_moe"),
+    *("cards.py", "graph_timing.py", "nvfp4.py", "ops.py", "triton_step.py"),
+)
 
 
 def folder(environment: Mapping[str, str] = os.environ) -> Path:

@@ -5,72 +5,25 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import cache, partial
 
-import torch
-
-from qwen_nvfp4_serve.errors import QwenNvfp4Error
-from qwen_nvfp4_serve.kernels import bf16_linear, build
-from qwen_nvfp4_serve.kernels.nvfp4_linear import launch, measure
+from qwen_nvfp4_serve.kernels import graph_timing
+from qwen_nvfp4_serve.kernels.graph_timing import Call
+from qwen_nvfp4_serve.kernels.nvfp4_linear import launch
 
 CPU_REPEATS = 5
-SMALL_SHAPE = (64, 2048)  # rows and columns of what runs before a timed call: the smallest layer of a checkpoint
-SMALL_CALLS = 48  # that are timed alone, so that what starting a graph takes is little of each
-LEAST_US = 0.1  # no launch takes less, and times are divided by each other
 
-Call = Callable[[], object]
 Timer = Callable[[Sequence[Call]], float]
 
 
 def cuda_timer(calls: Sequence[Call]) -> float:
-    """Median microseconds that a call adds to a CUDA graph in which it follows a small kernel, as layers do in a step.
-
-    One after the other, calls would hide their ends behind each other's beginnings, which no step lets them do; and an
-    H200's vendor GEMM takes 10 % longer behind a kernel that lets the next one start early. Without our small kernel:
-    one after the other.
-    """
-    between = small_kernel()
-    if between is None:
-        found = measure.graph_us(calls)
-    else:
-        # Two launches are one call here: what is called before a capture begins makes the candidate's workspaces.
-        both = measure.graph_us([partial(_in_turn, between, call) for call in calls])
-        found = max(both - _alone_us(), LEAST_US)
+    """Median microseconds that a call adds behind a small kernel; without our small kernel, of calls in a row."""
+    found = graph_timing.behind_us(calls)
+    if found is None:
+        found = graph_timing.graph_us(calls)
     # Each measurement has a stream of its own, and every stream its workspaces.
     launch._partials.clear()
     launch._dequantized.clear()
     return found
-
-
-def _in_turn(*calls: Call) -> None:
-    for call in calls:
-        call()
-
-
-@cache
-def _alone_us() -> float:
-    """What the small kernel takes. Measured once: one number for all candidates changes nothing in their order."""
-    between = small_kernel()
-    return measure.graph_us([between] * SMALL_CALLS) if between else 0.0
-
-
-@cache
-def small_kernel() -> Call | None:
-    """A launch on the current card that waits for the one ahead and lets the next one start; None where none runs.
-
-    It is of another library than most candidates, which are not to be blamed for its faults.
-    """
-    if build.find(build.BF16_LINEAR) is None or bf16_linear.supports(torch.cuda.get_device_capability(), *SMALL_SHAPE):
-        return None
-    n, k = SMALL_SHAPE
-    weight, x, y = (torch.zeros(size, dtype=torch.bfloat16, device="cuda") for size in ((n, k), (1, k), (1, n)))
-    torch.cuda.synchronize()  # it reads weights before it waits
-    call = partial(bf16_linear.small_m, x, weight, None, y)
-    try:
-        call()
-    except (OSError, QwenNvfp4Error):  # a damaged file, or one that was built for other cards
-        return None
-    return call
 
 
 def cpu_timer(calls: Sequence[Call]) -> float:

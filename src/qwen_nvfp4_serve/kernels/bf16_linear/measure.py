@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from qwen_nvfp4_serve.kernels import bf16_linear
+from qwen_nvfp4_serve.kernels.graph_timing import graph_us
 from qwen_nvfp4_serve.kernels.nvfp4_linear import reference
-from qwen_nvfp4_serve.kernels.nvfp4_linear.measure import graph_us, read_gbps
+from qwen_nvfp4_serve.kernels.nvfp4_linear.measure import read_gbps
 
 # Rows, columns and how many a step has of each layer that checkpoints of llm-compressor's kind leave in BF16.
 LAYERS = {

@@ -10,7 +10,6 @@ import argparse
 import ctypes
 import dataclasses
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from qwen_nvfp4_serve.kernels import build, nvfp4, nvfp4_linear
+from qwen_nvfp4_serve.kernels.graph_timing import graph_us
 from qwen_nvfp4_serve.kernels.nvfp4_linear import binding, launch, reference, tiled
 from qwen_nvfp4_serve.kernels.nvfp4_linear.marlin import SCALE_TILE, MarlinWeight
 from qwen_nvfp4_serve.kernels.nvfp4_linear.shapes import SHAPES, LinearShape
@@ -32,7 +32,6 @@ MAX_COPIES = 160
 MANY_CALLS_TOKENS = 256
 MANY_LAUNCHES_TOKENS = 512
 CHECKED_ROWS = 32768  # of a large weight at a time, for the FP64 copies' sake
-REPEATS = 5
 
 
 def random_weight(shape: LinearShape, seed: int = 0) -> nvfp4_linear.LinearWeight:
@@ -46,28 +45,6 @@ def random_weight(shape: LinearShape, seed: int = 0) -> nvfp4_linear.LinearWeigh
     weight = nvfp4_linear.prepare_weight(packed, scales, (cut, shape.n - cut), (3.1e-5, 1.7e-4))
     torch.cuda.synchronize()  # the kernel reads weights before it waits for the work ahead of it
     return weight
-
-
-def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Median microseconds of one of `calls`, captured together in a CUDA graph and replayed."""
-    stream = torch.cuda.Stream()
-    times = []
-    with torch.cuda.stream(stream):
-        calls[0]()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for call in calls:
-                call()
-        for repeat in range(REPEATS + 2):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record(stream)
-            graph.replay()
-            end.record(stream)
-            end.synchronize()
-            if repeat >= 2:
-                times.append(start.elapsed_time(end) * 1e3 / len(calls))
-    return float(statistics.median(times))
 
 
 def read_gbps(size_bytes: int = 1 << 30) -> float:

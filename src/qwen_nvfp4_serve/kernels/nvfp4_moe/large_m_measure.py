@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from qwen_nvfp4_serve.kernels.nvfp4_linear.measure import graph_us
+from qwen_nvfp4_serve.kernels.graph_timing import graph_us
 from qwen_nvfp4_serve.kernels.nvfp4_moe import check, large_m
 from qwen_nvfp4_serve.kernels.nvfp4_moe.large_m import Tile
 
