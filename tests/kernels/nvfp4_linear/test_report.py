@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,31 @@ def test_tiled_gemm_has_a_table_where_it_was_timed() -> None:
     first = next(row for row in rows if row["M"] == 64)
     assert f"| {first['shape']} |  |  |  | {first['tiled_us']:.1f} (2.00) |  |  |  |  |" in text
     assert f"{first['tiled_us']:.1f}t ({first['marlin_us'] / first['tiled_us']:.2f})" in text
+
+
+def test_times_behind_a_small_kernel_have_a_table_where_they_were_measured() -> None:
+    assert "Behind a small kernel" not in report.tables({**RESULT, "rows": without_behind(RESULT["rows"])})
+    rows = without_behind(RESULT["rows"])
+    rows = [
+        {**row, "ours_behind_us": row["ours_us"] + 1, "marlin_behind_us": row["marlin_us"] and row["marlin_us"] + 2}
+        if row["M"] <= 2
+        else row
+        for row in rows
+    ]
+    text = report.tables({**RESULT, "rows": rows})
+    cells = [
+        f"{row['ours_us'] + 1:.1f} ({(row['marlin_us'] + 2) / (row['ours_us'] + 1):.2f})"
+        for row in rows
+        if row["shape"] == "27b/down" and row["M"] <= 2
+    ]
+    assert "| layer | M=1 | M=2 |\n|---|---|---|\n| 27b/gate_up |" in text
+    assert f"| 27b/down | {' | '.join(cells)} |" in text
+    alone = next(row for row in rows if row["marlin_us"] is None and row["M"] == 1)
+    assert f"| {alone['shape']} | {alone['ours_us'] + 1:.1f} | " in text
+
+
+def without_behind(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if not name.endswith("_behind_us")} for row in rows]
 
 
 def test_documentation_says_what_the_measured_gain_predicts_for_an_engine() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 def table(result: dict[str, Any]) -> str:
     """Markdown: microseconds of ours and of the vendor's GEMM by layer and M, and what ours reads at M=1."""
-    rows = result["rows"]
+    rows: list[dict[str, Any]] = result["rows"]
     tokens = list(dict.fromkeys(row["M"] for row in rows))
     elsewhere = " on another machine" if "about" in result else ""
     lines = [
@@ -30,7 +30,23 @@ def table(result: dict[str, Any]) -> str:
         cells = [f"{by_m[m]['ours_us']:.1f} ({by_m[m]['vendor_us'] / by_m[m]['ours_us']:.2f})" for m in tokens]
         share = first["ours_gbps"] / result["read_gbps"]
         lines.append(f"| {layer} [{first['n']}, {first['k']}] | {' | '.join(cells)} | {share:.0%} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_behind(rows)]) + "\n"
+
+
+def _behind(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines of what a call adds behind a small kernel, where that was measured."""
+    rows = [row for row in rows if row.get("ours_behind_us")]
+    if not rows:
+        return []
+    tokens = sorted({row["M"] for row in rows})
+    lines = ["", "The same behind a small kernel, as in a step: what a call adds.", ""]
+    lines += ["| layer | " + " | ".join(f"M={m}" for m in tokens) + " |", "|---" * (len(tokens) + 1) + "|"]
+    for layer in dict.fromkeys(row["shape"] for row in rows):
+        of_layer = [row for row in rows if row["shape"] == layer]
+        ours, vendor = ({row["M"]: row[name] for row in of_layer} for name in ("ours_behind_us", "vendor_behind_us"))
+        cells = [f"{ours[m]:.1f} ({vendor[m] / ours[m]:.2f})" if m in ours else "" for m in tokens]
+        lines.append(f"| {layer} | {' | '.join(cells)} |")
+    return lines
 
 
 def saved_us(result: dict[str, Any], model: str, tokens: int) -> float:

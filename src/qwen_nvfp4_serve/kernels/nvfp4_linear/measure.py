@@ -1,7 +1,8 @@
 """Measures the linear op on this machine's card, for docs/results: correctness against FP64, then time per call.
 
 python -m qwen_nvfp4_serve.kernels.nvfp4_linear.measure OUT.json [--marlin LIBRARY] [--all-variants]
-Times are medians of CUDA graph replays over enough copies of the weights that none is in the L2 cache.
+Times are medians of CUDA graph replays over enough copies of the weights that none is in the L2 cache: of calls one
+after the other, and for few tokens also what a call adds behind a small kernel.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from typing import Any
 import torch
 
 from qwen_nvfp4_serve.kernels import build, nvfp4, nvfp4_linear
-from qwen_nvfp4_serve.kernels.graph_timing import graph_us
+from qwen_nvfp4_serve.kernels.graph_timing import Call, behind_us, graph_us, small_kernel
 from qwen_nvfp4_serve.kernels.nvfp4_linear import binding, launch, reference, tiled
 from qwen_nvfp4_serve.kernels.nvfp4_linear.marlin import SCALE_TILE, MarlinWeight
 from qwen_nvfp4_serve.kernels.nvfp4_linear.shapes import SHAPES, LinearShape
 
 CHECKED_TOKENS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 32, 33, 48, 64, 65, 128, 1000, 4096)
 TIMED_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024, 4096)
+BEHIND_TOKENS = 64  # up to so many, calls are timed behind a small kernel too
 ROTATED_BYTES = 320 * 2**20  # several times the 50 to 126 MB of L2 on the cards in question
 MAX_COPIES = 160
 MANY_CALLS_TOKENS = 256
@@ -152,14 +154,14 @@ def time_shape(shape: LinearShape, marlin: bool, variants: Sequence[int]) -> lis
     rows = []
     for m in TIMED_TOKENS:
         tokens, calls = x[:m], copies * max(1, 16 // copies) if m <= MANY_CALLS_TOKENS else 2
-        ours = over(weights, calls, partial(nvfp4_linear.linear, tokens))
-        row: dict[str, Any] = {"shape": shape.name, "n": shape.n, "k": shape.k, "M": m, "ours_us": ours}
-        row["marlin_us"] = over(repacked, calls, partial(_marlin, tokens)) if repacked else None
+        row: dict[str, Any] = {"shape": shape.name, "n": shape.n, "k": shape.k, "M": m}
+        row |= times("ours", in_turn(weights, calls, partial(nvfp4_linear.linear, tokens)), m)
+        row |= times("marlin", in_turn(repacked, calls if repacked else 0, partial(_marlin, tokens)), m)
         if m <= tiled.MAX_TOKENS and tiled.unavailable() is None:
-            row["tiled_us"] = _tiled_us(weights, tokens, calls)
-        row["bf16_us"] = over(dense, min(calls, 16), partial(_dense, tokens))
+            row["tiled_us"] = over(weights, calls, partial(_tiled, tokens, _output(weights, tokens)))
+        row |= times("bf16", in_turn(dense, min(calls, 16), partial(_dense, tokens)), m)
         if m <= nvfp4_linear.KERNEL_TOKENS:
-            row["ours_gbps"] = shape.weight_bytes / ours / 1e3
+            row["ours_gbps"] = shape.weight_bytes / row["ours_us"] / 1e3
             row["variants_us"] = {v: _variant_us(v, weights, tokens, calls) for v in variants}
         elif variants:
             row["paths_us"] = _paths_us(weights, tokens, calls)
@@ -167,22 +169,34 @@ def time_shape(shape: LinearShape, marlin: bool, variants: Sequence[int]) -> lis
     return rows
 
 
+def in_turn(weights: Sequence[Any], calls: int, apply: Callable[[Any], object]) -> list[Call]:
+    """Calls of `apply(weight)`, so many, going round `weights`."""
+    return [partial(apply, weights[i % len(weights)]) for i in range(calls)]
+
+
 def over(weights: Sequence[Any], calls: int, apply: Callable[[Any], object]) -> float:
-    """Microseconds of `apply(weight)`, going round `weights` for `calls` calls."""
-    return graph_us([partial(apply, weights[i % len(weights)]) for i in range(calls)])
+    """Microseconds of one of them, one after the other."""
+    return graph_us(in_turn(weights, calls, apply))
+
+
+def times(name: str, calls: Sequence[Call], m: int) -> dict[str, float | None]:
+    """`name`_us, one after the other; up to BEHIND_TOKENS tokens also `name`_behind_us. None without calls."""
+    found = {f"{name}_us": graph_us(calls) if calls else None}
+    if m <= BEHIND_TOKENS:
+        found[f"{name}_behind_us"] = behind_us(calls) if calls else None
+    return found
 
 
 def _marlin(x: torch.Tensor, weight: MarlinWeight) -> torch.Tensor:
     return weight(x)
 
 
-def _tiled_us(weights: Sequence[nvfp4_linear.LinearWeight], x: torch.Tensor, calls: int) -> float:
-    y = torch.empty(x.shape[0], weights[0].packed.shape[0], dtype=torch.bfloat16, device="cuda")
+def _tiled(x: torch.Tensor, y: torch.Tensor, weight: nvfp4_linear.LinearWeight) -> None:
+    tiled.linear(x, weight, y)
 
-    def apply(w: nvfp4_linear.LinearWeight) -> None:
-        tiled.linear(x, w, y)
 
-    return over(weights, calls, apply)
+def _output(weights: Sequence[nvfp4_linear.LinearWeight], x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape[0], weights[0].packed.shape[0], dtype=torch.bfloat16, device="cuda")
 
 
 def _dense(x: torch.Tensor, weight: torch.Tensor) -> Any:
@@ -194,7 +208,7 @@ def _variant_us(
 ) -> float | None:
     if run_variant(weights[0], x, variant) is None:
         return None
-    y = torch.empty(x.shape[0], weights[0].packed.shape[0], dtype=torch.bfloat16, device="cuda")
+    y = _output(weights, x)
 
     def apply(w: nvfp4_linear.LinearWeight) -> None:
         launch.small_m(x, w.packed, w.scales, w.row_scale, None, y, variant=variant)
@@ -204,7 +218,7 @@ def _variant_us(
 
 def _paths_us(weights: Sequence[nvfp4_linear.LinearWeight], x: torch.Tensor, calls: int) -> dict[str, float]:
     """Ways to serve many tokens: launches of the small-M kernel, the dequantized GEMM by workspace size in MiB."""
-    y = torch.empty(x.shape[0], weights[0].packed.shape[0], dtype=torch.bfloat16, device="cuda")
+    y = _output(weights, x)
 
     def launches(w: nvfp4_linear.LinearWeight) -> None:
         for first in range(0, x.shape[0], nvfp4_linear.KERNEL_TOKENS):
@@ -250,6 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "variants": [{field[0]: getattr(row, field[0]) for field in row._fields_} for row in table],
         "rows": [],
     }
+    if small_kernel() is None:
+        print("no times behind a small kernel: it was not built for this card (scripts/build-kernels)")
     began = time.monotonic()
     for shape in shapes:
         worst = check_shape(shape, variants)

@@ -41,6 +41,8 @@ def tables(result: dict[str, Any]) -> str:
     earlier = sorted({row["commit"] for row in result["rows"] if "commit" in row})
     if earlier:
         parts.append(f"\\* of an earlier run on another machine, code {', '.join(earlier)}.")
+    if any(row.get("ours_behind_us") for row in result["rows"]):
+        parts.append(_behind(result))
     if _has_tiled(result):
         parts.append(_tiled(result))
     parts.append(_bandwidth(result))
@@ -71,6 +73,27 @@ def _cell(row: dict[str, Any]) -> str:
     mark = "t" if ours != row["ours_us"] else ""
     ratio = f" ({marlin / ours:.2f})" if marlin else ""
     return f"{ours:.1f}{mark}{ratio}" if ours < 1000 else f"{ours:.0f}{mark}{ratio}"
+
+
+def _behind(result: dict[str, Any]) -> str:
+    """Microseconds that our kernel adds behind a small kernel, and in brackets what Marlin adds over it."""
+    rows = [row for row in result["rows"] if row.get("ours_behind_us")]
+    tokens = sorted({row["M"] for row in rows})
+    lines = [
+        "Behind a small kernel, as in a step: microseconds that a call of ours adds, in brackets Marlin's over it.",
+        "",
+        "| layer | " + " | ".join(f"M={m}" for m in tokens) + " |",
+        "|---" * (len(tokens) + 1) + "|",
+    ]
+    for layer in dict.fromkeys(row["shape"] for row in rows):
+        by_m = {row["M"]: row for row in rows if row["shape"] == layer}
+        cells = [_beside(by_m[m]["ours_behind_us"], by_m[m]["marlin_behind_us"]) if m in by_m else "" for m in tokens]
+        lines.append(f"| {layer} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _beside(ours: float, other: float | None) -> str:
+    return f"{ours:.1f} ({other / ours:.2f})" if other else f"{ours:.1f}"
 
 
 def _tiled(result: dict[str, Any]) -> str:
