@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from qwen_nvfp4_serve.kernels.nvfp4_linear import sweeps
 
 ROOT = Path(__file__).parents[3]
@@ -56,3 +58,8 @@ def test_stack_without_the_delta_net_is_compared_with_stock_without_it() -> None
         "| stock, no delta net | 20 (1.000), 500 W |  |\n"
         "| ours, no delta net | 16 (1.250), 500 W |  |\n"
     )
+
+
+@pytest.mark.parametrize("table", sweeps.TABLES, ids=lambda table: table.__name__)
+def test_documentation_holds_the_tables_of_the_sweeps(table: Any) -> None:
+    assert table(RESULT) in TEXT
