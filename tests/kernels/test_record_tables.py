@@ -107,3 +107,11 @@ def test_known_answers_on_a_card_are_all_right_in_every_way_that_the_page_names(
     stock = {("stock", True, False), ("stock", False, False)}
     assert ways == stock | {("hybrid", True, False), ("hybrid", False, False), ("hybrid", False, True)}
     assert "all 79 right" in TEXT
+
+
+def test_other_ways_of_the_linear_kernel_are_those_of_the_record() -> None:
+    one, eight = record("linear")["tried"]["parts by words, weights through shared memory"]["rows"]
+    for title, row in (("gate_up, one token", one), ("down, eight tokens", eight)):
+        ring = f"{row['ring'][0]:.1f} to {row['ring'][-1]:.1f}"
+        cells = (row["before_there"], row["words"], "", row["before"], ring, row["now"])
+        assert f"| {title} | {' | '.join(str(cell) for cell in cells).replace('|  |', '| |')} |" in TEXT
