@@ -68,7 +68,8 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
     card = result.cards[0].name if result.cards else None
     lines = [f"# Engine: {' against '.join(run.label for run in result.runs)}", ""]
     weights = Path(result.spec.model_folder).name
-    lines += [f"{card or 'no card'}, vLLM {result.vllm}, torch {result.torch}, weights of {weights}", ""]
+    where = [card or "no card", f"vLLM {result.vllm}", f"torch {result.torch}", f"weights of {weights}"]
+    lines += [", ".join(where if result.code is None else [*where, f"code {result.code}"]), ""]
     lines += [core_line(result.runs), "", *rates_table(result, model), ""]
     scattered = scatter_line(result.runs)
     lines += [scattered, ""] if scattered else []
