@@ -227,6 +227,17 @@ def test_engine_markdown_says_where_kernels_count_their_waiting() -> None:
     assert "add up to more" not in engine_markdown(apart_now, None)
 
 
+@pytest.mark.parametrize(("core_process", "said"), [(True, True), (False, False)])
+def test_engine_markdown_says_that_a_prefill_may_stay_in_a_profile_of_several_streams(
+    core_process: bool, said: bool
+) -> None:
+    stock, ours = result().runs
+    at = {2: (Kernel(name="late", us=3e6 / ours.decode[2].median, calls=1.0),)}
+    long = replace(ours, kernels_at=at, kernels_apart=True, core_process=core_process)
+    page = engine_markdown(replace(result(), runs=(stock, long)), None)
+    assert ("a prefill may stay in a profile of several streams: such times of ours add up to more" in page) is said
+
+
 def test_engine_markdown_names_card_ratio_and_share_of_the_roofline() -> None:
     page = engine_markdown(result(), plan_model())
     bound = roofline(plan_model(), CARD.name, 128 + 144)

@@ -19,6 +19,7 @@ from qwen_nvfp4_serve.bench.record import (
     read_card_record,
     read_visit,
     record_markdown,
+    visits_line,
     write_card_record,
 )
 from qwen_nvfp4_serve.bench.record_charts import start_bars
@@ -137,6 +138,63 @@ def test_take_of_one_engine_alone_is_refused_and_keeps_the_record(
     said = capsys.readouterr().err
     assert f"35B-A3B: seen {left} alone, expected stock and ours of one visit" in said
     assert len(said.splitlines()) == 1
+    assert {file: file.read_bytes() for file in tmp_path.glob("*.*")} == before
+
+
+def test_take_of_one_size_alone_keeps_the_others_record_and_says_whose_code_each_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A visit that ended before its other size was whole."""
+    out, first, second = (str(tmp_path / name) for name in ("out", "first", "second"))
+    visit(tmp_path / "first"), visit(tmp_path / "first", "27b")
+    assert command(monkeypatch, "--take", first, "--code", "99d4d53", "--out", out) == 0
+    page, other = tmp_path / "out" / "h200.md", tmp_path / "out" / "engine-27b-h200.json"
+    kept = other.read_bytes()
+    assert page.read_text().count(", code 99d4d53.") == 2
+    assert "of a visit of its own" not in page.read_text()
+    (visit(tmp_path / "second", "27b") / "engine-27b-ours.json").unlink()
+    visit(tmp_path / "second", ours=lambda found: replace(found, runs=(made(400.0, "ours"),)))
+    assert command(monkeypatch, "--take", second, "--size", "35b", "--code", "5fed8d0", "--out", out) == 0
+    assert other.read_bytes() == kept
+    text = page.read_text()
+    said = "Each size is of a visit of its own: 35B-A3B of code 5fed8d0, 27B of code 99d4d53."
+    assert f"{said} Figures compare within a size alone." in text.splitlines()
+    assert "| 200.0 ± 0.0 | 400.0 ± 0.0 (2.00x) |" in text.split("## 27B")[0]
+    assert "| 200.0 ± 0.0 | 300.0 ± 0.0 (1.50x) |" in text.split("## 27B")[1]
+    assert ", code 5fed8d0" in (tmp_path / "out" / "engine-35b-h200.md").read_text()
+
+
+def test_record_page_says_that_a_size_names_no_code(tmp_path: Path) -> None:
+    visit(tmp_path / "visit"), visit(tmp_path / "visit", "27b")
+    record = read_card_record(tmp_path, H200, read_visit(tmp_path / "visit", H200))
+    assert visits_line(record) is None
+    one, other = record
+    record = (replace(one, result=replace(one.result, code="5fed8d0")), other)
+    assert "35B-A3B of code 5fed8d0, 27B of code that its file does not name" in record_markdown(record, H200)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--take", "visit", "--size", "35B"), "size: seen 35B, expected 35b or 27b"),
+        (("--take", "visit", "--size", "27b"), "seen no engine"),
+        (("--take", "visit", "--code", "today"), "code: seen Value error, no commit: 7 to 40 digits"),
+        (("--size", "35b"), "seen no --take"),
+        (("--code", "5fed8d0"), "seen no --take"),
+    ],
+)
+def test_command_refuses_a_size_or_code_that_is_none_and_keeps_the_record(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    says: str,
+) -> None:
+    take(visit(tmp_path / "visit"), tmp_path, H200)
+    before = {file: file.read_bytes() for file in tmp_path.glob("*.*")}
+    monkeypatch.chdir(tmp_path)
+    assert command(monkeypatch, *words, "--out", str(tmp_path)) == 2
+    assert says in capsys.readouterr().err
     assert {file: file.read_bytes() for file in tmp_path.glob("*.*")} == before
 
 
@@ -381,7 +439,7 @@ def test_record_whose_charts_fail_replaces_nothing(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("qwen_nvfp4_serve.bench.record_charts.draw_record", fail)
     seen = visit(tmp_path / "visit", ours=lambda found: replace(found, runs=(made(400.0, "ours"),)))
     with pytest.raises(KeyboardInterrupt):
-        write_card_record(tmp_path, H200, seen)
+        write_card_record(tmp_path, H200, read_visit(seen, H200))
     assert {file: file.read_bytes() for file in tmp_path.glob("*.*")} == before
 
 

@@ -8,10 +8,22 @@ from typing import Any
 
 import pytest
 
+from qwen_nvfp4_serve.bench.engine import read_engine
+from qwen_nvfp4_serve.bench.engine_page import by_kind
+from qwen_nvfp4_serve.bench.rows import number
 from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "kernels.md").read_text()
+LEFT = {  # rows of what is left in a step -> kinds of kernels that they count
+    "BF16 projections and head": {"16-bit linear"},
+    "experts and routers": {"MoE"},
+    "norms, activations and gates": {"compiled", "norm and activation"},
+    "attention with its cache": {"attention"},
+    "attention's projections": {"NVFP4 and FP8 linear"},
+    "the delta net": {"GDN"},
+    "the rest: sampling, copies": {"sampling", "copy and cast", "other"},
+}
 
 
 def record(name: str) -> Any:
@@ -71,14 +83,138 @@ def test_delta_net_times_are_those_of_the_record(model: str) -> None:
     assert f"| {model.upper()}: vLLM's two launches, ours | {cells} |" in TEXT
 
 
-@pytest.mark.parametrize("streams", ["1", "8"])
-def test_engine_rates_are_those_of_the_record(streams: str) -> None:
+def rates(run: Any) -> dict[str, float]:
+    """Every rate of an engine's run by its name in the table."""
+    named = {f"decode {streams}": rate["median"] for streams, rate in run["decode"].items()}
+    named |= {f"prefill {tokens}": rate["median"] for tokens, rate in run["prefill"].items()}
+    return named | {f"behind {depth}": rate["decode"] for depth, rate in run["depths"].items()}
+
+
+@pytest.mark.parametrize(
+    ("title", "names"),
+    [
+        ("1 stream", ("decode 1",)),
+        ("2, 4 streams", ("decode 2", "decode 4")),
+        ("8 streams", ("decode 8",)),
+        ("one stream behind 4,096 tokens", ("behind 4096",)),
+        ("behind 65,536, 261,632", ("behind 65536", "behind 261632")),
+        ("prefill of 2,048, 8,192 tokens", ("prefill 2048", "prefill 8192")),
+    ],
+)
+def test_engine_rates_are_those_of_the_record(title: str, names: tuple[str, ...]) -> None:
     cells = []
     for model in ("35b", "27b"):
-        stock, ours = (run["decode"][streams]["median"] for run in record(f"engine-{model}")["runs"])
-        shown = [f"{rate:,.0f}" if rate >= 1000 else f"{rate:.1f}" for rate in (stock, ours)]
-        cells += [*shown, f"{ours / stock:.2f}x"]
-    assert f"| {streams} stream{'s' if streams != '1' else ''} | {' | '.join(cells)} |" in TEXT
+        stock, ours = map(rates, record(f"engine-{model}")["runs"])
+        taken = [name for name in names if name in stock]  # the 27B's record ends at 65,536
+        cells += [", ".join(number(run[name]) for name in taken) for run in (stock, ours)]
+        cells.append(", ".join(f"{ours[name] / stock[name]:.2f}" for name in taken) + "x")
+    assert f"| {title} | {' | '.join(cells)} |" in TEXT
+
+
+def test_scatter_is_that_of_the_record() -> None:
+    stock, ours = record("engine-35b")["runs"]
+    shares = [f"{ours['decode'][streams]['std'] / ours['decode'][streams]['median']:.0%}" for streams in "248"]
+    text = " ".join(TEXT.split())
+    assert f"of ours are {shares[0][:-1]}, {shares[1][:-1]} and {shares[2][:-1]} % at two, four and eight" in text
+    prefill = ours["prefill"]["2048"]
+    assert f"ours of 2,048 tokens of prefill by {100 * prefill['std'] / prefill['median']:.0f} %" in text
+    low, high = ours["decode"]["8"]["low"], stock["decode"]["8"]["high"]
+    assert f"The lowest of ours at eight streams is {low:,.0f}, the highest of stock's {high:,.0f}." in text
+
+
+@pytest.mark.parametrize(("model", "kernels"), [("35b", "moe"), ("27b", "linear")])
+def test_engines_beside_kernels_are_those_of_the_record(model: str, kernels: str) -> None:
+    for run in record(f"engine-{model}")["runs"]:
+        kept = record(kernels)["engine"][run["label"]]
+        assert kept["resident_bytes"] == run["model_bytes"]
+        for kind in ("decode", "prefill"):
+            assert kept[kind] == {count: rate["median"] for count, rate in run[kind].items()}
+        assert kept["behind"] == run["depths"]
+
+
+def test_code_of_each_engine_is_named() -> None:
+    codes = {model: record(f"engine-{model}")["code"] for model in ("35b", "27b")}
+    assert f"the 35B with code {codes['35b']}, the 27B in an earlier visit with code {codes['27b']}." in TEXT
+    assert f"engine: another visit, code {codes['35b']}," in record("moe")["about"]
+    assert f"the 27B of another visit, code {codes['27b']}," in record("linear")["about"]
+
+
+def test_rates_of_a_log_are_called_so_and_are_those_kept() -> None:
+    log = record("linear")["engine_log"]
+    assert f"| 27B, code {log['code']}, tokens/s | stock | ours | |" in TEXT
+    titles = {
+        "decode": {"1": "1 stream"},
+        "behind": {"4096": "one stream behind 4,096 tokens", "65536": "behind 65,536"},
+    }
+    for kind, named in titles.items():
+        for count, ours in log["ours"][kind].items():
+            stock = log["stock"][kind][count]
+            title = named.get(count, f"{count} streams")
+            assert f"| {title} | {stock:.1f} | {ours:.1f} | {ours / stock:.2f}x |" in TEXT
+    ratios = [log["ours"]["decode"][streams] / log["stock"]["decode"][streams] for streams in ("1", "8")]
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert "(with later code {:.2f} and {:.2f} times, in a visit that ended".format(*ratios) in readme
+
+
+def test_what_is_left_in_a_step_is_the_records_profile_the_dearest_first() -> None:
+    runs = read_engine(ROOT / "docs" / "results" / "engine-35b-h200.json").runs
+    assert all(run.kernels_apart for run in runs)
+    found = {run.label: {kind: us for kind, us, _ in by_kind(run.kernels)} for run in runs}
+    assert set().union(*LEFT.values()) == set().union(*found.values())
+    sums = {
+        title: [sum(found[label].get(kind, 0.0) for kind in kinds) for label in ("ours", "stock")]
+        for title, kinds in LEFT.items()
+    }
+    assert [us for us, _ in sums.values()] == sorted((us for us, _ in sums.values()), reverse=True)
+    rows = [f"| {title} | {ours:,.0f} | {stock:,.0f} |" for title, (ours, stock) in sums.items()]
+    assert "\n".join(rows) in TEXT
+    whole = {run.label: sum(kernel.us for kernel in run.kernels) / 1e3 for run in runs}
+    steps = {run.label: 1e3 / run.decode[1].median for run in runs}
+    said = (
+        f"take {whole['ours']:.2f} of its {steps['ours']:.2f} ms, stock's {whole['stock']:.2f} of {steps['stock']:.2f}."
+    )
+    assert said in TEXT
+
+
+@pytest.mark.parametrize(("name", "label"), [("profile_before", "stock"), ("profile_after", "ours")])
+def test_profiles_beside_kernels_are_those_of_the_record(name: str, label: str) -> None:
+    run = next(run for run in record("engine-35b")["runs"] if run["label"] == label)
+    kernels = sorted(run["kernels"], key=lambda one: -one["us"])
+    assert [(one["name"], one["us"], one["calls"]) for one in record("moe")[name]] == [
+        (one["name"][:160], round(one["us"], 2), one["calls"]) for one in kernels
+    ]
+
+
+def test_clocks_are_those_of_the_record() -> None:
+    runs = {run["label"]: run["clocks"] for run in record("engine-35b")["runs"]}
+    decode = {label: [clocks[f"decode {n}"] for n in (1, 2, 4, 8)] for label, clocks in runs.items()}
+    assert {one["sm_mhz_low"] for found in decode.values() for one in found} == {1980.0}
+    said = {label: [f"{one['power_w']:.0f}" for one in found] for label, found in decode.items()}
+    text = " ".join(TEXT.split())
+    assert (
+        f"stock drew {said['stock'][0]} to {said['stock'][-1]} W, ours {said['ours'][0]} to {said['ours'][-1]} W"
+        in text
+    )
+    assert not any(one["reasons"] for one in runs["stock"].values())
+    capped = {name: one["sm_mhz_low"] for name, one in runs["ours"].items() if one["reasons"]}
+    assert set(capped) == {"prefill 8192", "behind 4096", "behind 65536", "behind 261632"}
+    low = [f"{capped[name]:,.0f}" for name in ("behind 4096", "behind 261632")]
+    assert "to {} MHz behind 4,096 tokens and {} behind 261,632; stock never was".format(*low) in text
+    later = record("linear")["engine_log"]["stock"]["clocks"]
+    assert f"drew {later['decode 1']['power_w']:.0f} W at one stream" in text
+    assert f"to {later['decode 8']['sm_mhz_low']:,.0f} MHz at times." in text
+
+
+def test_elections_are_those_counted_and_what_chance_would_elect() -> None:
+    elected = record("moe")["elected"]
+    mean, low, high = (elected["distinct"][name] for name in ("mean", "low", "high"))
+    text = " ".join(TEXT.split())
+    assert elected["streams"] == 8
+    assert (
+        f"Eight streams elect {mean:.1f} different experts of a layer on average, {low} to {high}, "
+        f"over {elected['layers']} layers and {elected['steps']} steps"
+    ) in text
+    assert f"at random would elect {256 * (1 - (1 - 8 / 256) ** 8):.1f} on average" in text
 
 
 @pytest.mark.parametrize(
@@ -107,6 +243,9 @@ def test_known_answers_on_a_card_are_all_right_in_every_way_that_the_page_names(
     stock = {("stock", True, False), ("stock", False, False)}
     assert ways == stock | {("hybrid", True, False), ("hybrid", False, False), ("hybrid", False, True)}
     assert "all 79 right" in TEXT
+    again = record("linear")["engine_log"]["code"]
+    assert [(run["backend"], run["options"]) for run in runs if run["code"] == again] == [("hybrid", {})]
+    assert f"in CUDA graphs (code {again} as well)" in TEXT
 
 
 def test_other_ways_of_the_linear_kernel_are_those_of_the_record() -> None:

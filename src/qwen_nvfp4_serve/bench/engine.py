@@ -5,6 +5,7 @@ The engine itself runs in `engine_worker`, and `engine_page` shows what it left;
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,14 @@ def _shown(label: str) -> str:
     return label
 
 
+def _commit(code: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{7,40}", code):
+        raise ValueError("no commit: 7 to 40 digits of 0-9a-f")
+    return code
+
+
 Label = Annotated[str, AfterValidator(_shown)]
+Code = Annotated[str, AfterValidator(_commit)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +126,8 @@ class EngineRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineResult:
-    """All configurations of one process on one machine. vllm, torch: versions."""
+    """All configurations of one process on one machine. vllm, torch: versions. code: our commit that ran, None where
+    nobody said."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -127,6 +136,7 @@ class EngineResult:
     torch: str
     cards: tuple[Card, ...] | None
     runs: tuple[EngineRun, ...]
+    code: Code | None = None
 
 
 _SPEC: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)

@@ -37,6 +37,7 @@ KERNEL_KINDS: tuple[tuple[str, str], ...] = (
 OTHER_KIND = "other"
 SCATTER = 0.05  # standard deviation over median
 OVERLAP = "A kernel that starts before the one ahead has ended counts its waiting here: the times"
+STAYING = "Requests reach the core one by one, and a prefill may stay in a profile of several streams: such times"
 
 
 def roofline(model: PlanModel, card_name: str, context: int, *, kv_dtype: str = "fp8") -> float | None:
@@ -68,7 +69,8 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
     card = result.cards[0].name if result.cards else None
     lines = [f"# Engine: {' against '.join(run.label for run in result.runs)}", ""]
     weights = Path(result.spec.model_folder).name
-    lines += [f"{card or 'no card'}, vLLM {result.vllm}, torch {result.torch}, weights of {weights}", ""]
+    where = [card or "no card", f"vLLM {result.vllm}", f"torch {result.torch}", f"weights of {weights}"]
+    lines += [", ".join(where if result.code is None else [*where, f"code {result.code}"]), ""]
     lines += [core_line(result.runs), "", *rates_table(result, model), ""]
     scattered = scatter_line(result.runs)
     lines += [scattered, ""] if scattered else []
@@ -77,20 +79,23 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
         lines += _step_lines(f"## A decode step of {run.label}", "token", run.kernels)
         for streams, kernels in sorted(run.kernels_at.items()):
             lines += _step_lines(f"## A decode step of {run.label}, {streams} streams", "step", kernels)
-        if _profiles_overlap(run):
-            lines += [f"{OVERLAP} of {run.label} add up to more than a step.", ""]
+        if _longer_than_a_step(run):
+            said = STAYING if run.kernels_apart else OVERLAP
+            lines += [f"{said} of {run.label} add up to more than a step.", ""]
     options = {run.label: run.options for run in result.runs}
     return "\n".join([*lines, "Options of vllm.LLM:", "", "```json", json.dumps(options, indent=1), "```", ""])
 
 
-def _profiles_overlap(run: EngineRun) -> bool:
-    """True if a profile's times add up to more than a step took."""
+def _longer_than_a_step(run: EngineRun) -> bool:
+    """True if a profile's times add up to more than a step took: where kernels overlap, or of several streams."""
     found = {1: run.kernels} | run.kernels_at
     sums = {
         streams: sum(kernel.us for kernel in kernels) for streams, kernels in found.items() if streams in run.decode
     }
-    return not run.kernels_apart and any(
-        us > streams / run.decode[streams].median * 1e6 for streams, us in sums.items()
+    return any(
+        us > streams / run.decode[streams].median * 1e6
+        for streams, us in sums.items()
+        if not run.kernels_apart or (run.core_process and streams > 1)
     )
 
 

@@ -76,15 +76,20 @@ def read_card_record(
     return tuple(found)
 
 
-def read_visit(visit: Path, card: GpuRow) -> dict[str, EngineResult]:
+def read_visit(visit: Path, card: GpuRow, size: str | None = None, code: str | None = None) -> dict[str, EngineResult]:
     """The files `engine-<size>-<label>.json` of a visit to a card, joined into one result a size.
 
+    size: only this one is looked at, where a visit ended before another was whole. code: the commit that was measured.
     Raises UsageError where the visit has nothing at all, one engine of a size alone, or of one size what is not of one
     machine, one version and one workload.
     """
+    if size is not None and size not in SIZES:
+        raise UsageError("size", seen=size, expected=" or ".join(SIZES))
     taken = {}
-    for size, title in SIZES.items():
-        files = {label: visit / f"engine-{size}-{label}.json" for label in LABELS}
+    for one, title in SIZES.items():
+        if size not in (None, one):
+            continue
+        files = {label: visit / f"engine-{one}-{label}.json" for label in LABELS}
         parts = {label: (file, read_engine(file)) for label, file in files.items() if file.exists()}
         for label, (file, part) in parts.items():
             _check_part(file, part, card, (label,))
@@ -95,19 +100,19 @@ def read_visit(visit: Path, card: GpuRow) -> dict[str, EngineResult]:
                 expected=f"{' and '.join(LABELS)} of one visit, since figures of two do not compare",
             )
         if parts:
-            taken[size] = _joined(tuple(parts.values()), MODELS[size])
+            taken[one] = replace(_joined(tuple(parts.values()), MODELS[one]), code=code)
     if not taken:
         expected = "engine-<size>-<label>.json, as a visit to a card leaves them"
         raise UsageError(f"visit {visit}", seen="no engine", expected=expected)
     return taken
 
 
-def write_card_record(folder: Path, card: GpuRow, visit: Path | None = None) -> tuple[Path, ...]:
-    """Writes the page of every size, the charts and `<card>.md`, and first what a visit found of a size, if one is
-    given; returns the results and pages. All is made before anything is replaced. Raises UsageError."""
+def write_card_record(folder: Path, card: GpuRow, taken: Mapping[str, EngineResult] | None = None) -> tuple[Path, ...]:
+    """Writes the page of every size, the charts and `<card>.md`, and first what a visit found of a size (`read_visit`),
+    if it is given; returns the results and pages. All is made before anything is replaced. Raises UsageError."""
     from qwen_nvfp4_serve.bench.record_charts import draw_record
 
-    taken = {} if visit is None else read_visit(visit, card)
+    taken = taken or {}
     record = read_card_record(folder, card, taken)
     files = {file_of(folder, size, card): dump_engine(result) for size, result in taken.items()}
     for size, result in taken.items():
@@ -133,6 +138,8 @@ def record_markdown(record: Sequence[Recorded], card: GpuRow) -> str:
         "`ours` those of `NVFP4_BACKEND=hybrid`. Generated from the JSON beside it: `qwen-nvfp4 bench record`.",
         "",
     ]
+    visits = visits_line(record)
+    lines += [visits, ""] if visits else []
     for one in record:
         page = f"engine-{one.size}-{card.name}.md"
         lines += [f"## {one.title}", "", f"Measured on: {measured_on(one.result)}.", ""]
@@ -157,8 +164,17 @@ def record_markdown(record: Sequence[Recorded], card: GpuRow) -> str:
     return "\n".join([*lines, markdown_table(head, _beside_rows(record, card, other))])
 
 
+def visits_line(record: Sequence[Recorded]) -> str | None:
+    """That sizes are of several visits, each with its code; None where all are of one code."""
+    codes = {one.title: one.result.code for one in record}
+    if len(set(codes.values())) < 2:
+        return None
+    places = [f"{title} of code {code or 'that its file does not name'}" for title, code in codes.items()]
+    return f"Each size is of a visit of its own: {', '.join(places)}. Figures compare within a size alone."
+
+
 def measured_on(result: EngineResult) -> str:
-    """Card, driver, clock, power limit and versions of a result, as its file has them."""
+    """Card, driver, clock, power limit, versions and code of a result, as its file has them."""
     card = result.cards[0] if result.cards else None
     words = [] if card is None else [f"**{card.name}**"]
     if card is not None and card.driver is not None:
@@ -167,7 +183,8 @@ def measured_on(result: EngineResult) -> str:
         words.append(f"SM {card.sm_clock_mhz:.0f} MHz")
     if card is not None and card.power_limit_w is not None:
         words.append(f"{card.power_limit_w:.0f} W")
-    return ", ".join([*words, f"vLLM {result.vllm}", f"torch {result.torch}"])
+    words += [f"vLLM {result.vllm}", f"torch {result.torch}"]
+    return ", ".join(words if result.code is None else [*words, f"code {result.code}"])
 
 
 def costs_known(result: EngineResult) -> bool:

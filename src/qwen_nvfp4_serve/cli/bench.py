@@ -249,19 +249,23 @@ def card_record(
     take: Path | None = typer.Option(
         None, parser=path, help="Folder of a visit to the card: its engine-<size>-<label>.json first."
     ),
+    size: str | None = typer.Option(None, help="Take this size alone, 35b or 27b."),
+    code: str | None = typer.Option(None, help="Commit that the visit measured."),
     out: Path = typer.Option(
         Path("docs/results"), parser=path, help="Folder with engine-<size>-<card>.json; pages and charts too."
     ),
 ) -> None:
     """Write the pages and charts of what was measured on a card, from its JSON alone; measures nothing."""
     from qwen_nvfp4_serve.bench.files import writing
-    from qwen_nvfp4_serve.bench.record import write_card_record
+    from qwen_nvfp4_serve.bench.record import read_visit, write_card_record
     from qwen_nvfp4_serve.cli.bench_screen import screen
     from qwen_nvfp4_serve.gpus import find_gpu
 
     row = find_gpu(card)
+    if take is None and (size or code):
+        raise UsageError("--size, --code", seen="no --take", expected="--take, of which they are options")
     with writing(out):
-        written = write_card_record(out, row, take)
+        written = write_card_record(out, row, None if take is None else read_visit(take, row, size, code))
     screen().print("wrote", ", ".join(map(str, written)), markup=False)
 
 
