@@ -70,8 +70,8 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
     weights = Path(result.spec.model_folder).name
     lines += [f"{card or 'no card'}, vLLM {result.vllm}, torch {result.torch}, weights of {weights}", ""]
     lines += [core_line(result.runs), "", *rates_table(result, model), ""]
-    scattered = scatter_line(result.runs)
-    lines += [scattered, ""] if scattered else []
+    for said in (scatter_line(result.runs), prefill_line(result.runs)):
+        lines += [said, ""] if said else []
     lines += clocks_section({run.label: run.clocks for run in result.runs})
     for run in result.runs:
         lines += _step_lines(f"## A decode step of {run.label}", "token", run.kernels)
@@ -118,6 +118,19 @@ def scatter_line(runs: Sequence[EngineRun]) -> str | None:
     return (
         f"Rates that scatter, with a standard deviation above {SCATTER * 100:.0f} % of the median: {'; '.join(places)}."
     )
+
+
+def prefill_line(runs: Sequence[EngineRun]) -> str | None:
+    """Which streams began in more steps in one run than in another; None where none did."""
+    places = [
+        f"{name} of {run.label} in {min(steps)} to {max(steps)} steps"
+        for run in runs
+        for name, steps in run.prefill_steps.items()
+        if len(set(steps)) > 1
+    ]
+    if not places:
+        return None
+    return f"Prefills are in rates and profiles where streams did not begin alike: {'; '.join(places)}."
 
 
 def _step_lines(title: str, unit: str, kernels: Sequence[Kernel]) -> list[str]:

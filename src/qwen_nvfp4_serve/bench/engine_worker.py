@@ -176,6 +176,7 @@ def measured(engine: Any, spec: EngineSpec, run: EngineRun) -> EngineRun:
         kernels=kernels.pop(1, ()),
         kernels_at=kernels,
         kernels_apart=True,
+        prefill_steps=timer.prefill_steps,
         model_bytes=model_bytes,
         used_bytes=used_bytes,
         reserved_bytes=reserved_bytes,
@@ -189,7 +190,10 @@ def timed(timer: Timer, run: EngineRun, watch: ClockWatch) -> EngineRun:
     for streams in spec.streams:
         timer.seconds(spec.short, streams)
         with watch.during(f"decode {streams}"):
-            pairs = [[timer.seconds(tokens, streams) for tokens in (spec.short, spec.long)] for _ in range(spec.rounds)]
+            pairs = [
+                [timer.seconds(tokens, streams, name=f"decode {streams}") for tokens in (spec.short, spec.long)]
+                for _ in range(spec.rounds)
+            ]
         decode[streams] = decode_rates(spec, streams, [short for short, _ in pairs], [long for _, long in pairs])
         print(f"{run.label}: decode {streams} streams {decode[streams].median:.1f} tokens/s", flush=True)
     prefill = {}
