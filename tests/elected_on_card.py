@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from qwen_nvfp4_serve.bench.engine import EngineSpec
-from qwen_nvfp4_serve.bench.engine_worker import DEFAULTS, ENVIRONMENT, Timer, weights_are_ours
+from qwen_nvfp4_serve.bench.engine_timer import Timer
+from qwen_nvfp4_serve.bench.engine_worker import DEFAULTS, ENVIRONMENT, weights_are_ours
 from qwen_nvfp4_serve.bench.orphans import bind_children
 from qwen_nvfp4_serve.kernels.admission.card_report import ENGINE, LABELS
 

@@ -43,7 +43,8 @@ SPEC = EngineSpec(
     depths=(65_536,),
 )
 # 200 tokens/s a stream whatever their number, prompts for nothing; the second configuration twice as fast. A step is
-# two calls of a kernel that takes 50 us and one more for each stream.
+# two calls of a kernel that takes 50 us and one more for each stream, and five more where prompts are in it. Several
+# streams begin in one step if they were there before it, else in one or more.
 STAND_IN = {
     "vllm/__init__.py": """
 import importlib
@@ -55,9 +56,10 @@ __version__ = "0.0.stand-in"
 class SamplingParams:
     def __init__(self, max_tokens, **_): self.max_tokens = max_tokens
 class Answer:
-    def __init__(self, tokens, seconds):
-        self.metrics = self
-        self.scheduled_ts, self.first_token_ts, self.last_token_ts = 0.0, tokens / 1000, tokens / 1000 + seconds
+    def __init__(self, tokens, seconds, step):
+        self.metrics, self.scheduled_ts = self, float(step)
+        self.first_token_ts = step + tokens / 1000
+        self.last_token_ts = self.first_token_ts + seconds
 class Core:
     engine_core = None  # in this process
     def shutdown(self): pass
@@ -68,7 +70,8 @@ class Client:  # of a core in another process, whose answers come through a queu
         self.core.start()
     def shutdown(self): self.core.kill()
 class LLM:
-    def __init__(self, model, worker_extension_cls, fast=False, deaf=False, apart=False, wrong="", **_):
+    def __init__(self, model, worker_extension_cls, fast=False, deaf=False, apart=False, late=False, **more):
+        self.silent, wrong = more.get("silent", False), more.get("wrong")
         if wrong: raise ValueError(wrong)
         while deaf:  # to Ctrl-C, as vLLM is while it waits for its core
             open("deaf", "w").close()
@@ -82,17 +85,40 @@ class LLM:
         module, name = worker_extension_cls.rsplit(".", 1)
         self.worker = type("Worker", (getattr(importlib.import_module(module), name),), {"model_runner": self})()
         self.model_memory_usage = 3 << 30
+        self.late, self.asleep, self.runs = late, False, 0
     def collective_rpc(self, method):
         return [getattr(self.worker, method)()]
+    def sleep(self, level, mode):
+        assert (level, mode) == (0, "keep")  # any other forgets something
+        self.asleep = True
+    def wake_up(self, tags):
+        assert tags == ["scheduling"]
+        self.asleep = False
+        return True
+    def enqueue(self, prompts, sampling, use_tqdm):
+        self.queued, self.runs = (prompts, sampling), self.runs + 1
+        self.steps = 1 if self.asleep and not self.late else self.runs % len(prompts) + 1
     def generate(self, prompts, sampling, use_tqdm):
+        self.enqueue(prompts, sampling, use_tqdm)
+        return self.wait_for_completion(use_tqdm)
+    def wait_for_completion(self, use_tqdm):
+        assert not self.asleep
+        prompts, sampling = self.queued
         if os.path.exists("ask-core"):
             with open("core", "w") as file: file.write(str(self.engine_core.core.pid))
             os.rename("core", "asked")
             self.engine_core.answers.get()
         time.sleep(sampling.max_tokens / self.rate)
-        profiler.calls += 5 + 2 * sampling.max_tokens
-        profiler.us += 1000 + (50 + len(prompts)) * 2 * sampling.max_tokens
-        return [Answer(len(prompt["prompt_token_ids"]), sampling.max_tokens / self.rate) for prompt in prompts]
+        profiler.calls += 5 * self.steps + 2 * sampling.max_tokens
+        profiler.us += 1000 * self.steps + (50 + len(prompts)) * 2 * sampling.max_tokens
+        seconds = sampling.max_tokens / self.rate
+        answers = [
+            Answer(len(prompt["prompt_token_ids"]), seconds, min(place, self.steps - 1))
+            for place, prompt in enumerate(prompts)
+        ]
+        for answer in answers:
+            if self.silent: answer.metrics = None
+        return answers
 """,
     "vllm/distributed.py": "def cleanup_dist_env_and_memory(): pass\n",
     "torch/__init__.py": "__version__ = '0'\nclass cuda:\n    is_available = staticmethod(lambda: False)\n",
@@ -301,9 +327,30 @@ def test_engine_result_with_clocks_that_no_page_can_show_is_refused(tmp_path: Pa
         read_engine(tmp_path / "engine.json")
 
 
+def test_engine_markdown_says_which_streams_did_not_begin_together() -> None:
+    stock, ours = result().runs
+    steps: dict[str, tuple[int, ...]] = {"decode 2": (1, 1, 1, 1), "decode 4": (1, 3, 2, 1), "profile 8": (2, 5)}
+    page = engine_markdown(replace(result(), runs=(stock, replace(ours, prefill_steps=steps))), None)
+    assert "\nPrefills are in rates and profiles where streams did not begin alike: " in page
+    assert ": decode 4 of ours in 1 to 3 steps; profile 8 of ours in 2 to 5 steps.\n" in page
+    alike = replace(ours, prefill_steps={"decode 2": (1, 1), "decode 4": (2, 2)})  # prompts of more than a step
+    assert "Prefills are in" not in engine_markdown(replace(result(), runs=(stock, alike)), None)
+
+
+@pytest.mark.parametrize("steps", [{"decode 2": (0, 1)}, {"decode|2": (1, 1)}])
+def test_engine_result_with_prefill_steps_that_cannot_be_is_refused(
+    tmp_path: Path, steps: dict[str, tuple[int, ...]]
+) -> None:
+    wrong = replace(result(), runs=(replace(made(200, "stock"), prefill_steps=steps),))
+    (tmp_path / "engine.json").write_bytes(dump_engine(wrong))
+    with pytest.raises(UsageError, match=r"runs\.0\.prefill_steps"):
+        read_engine(tmp_path / "engine.json")
+
+
 def test_engine_result_written_and_read_is_the_same(tmp_path: Path) -> None:
     stock, ours = result().runs
     more = replace(ours, core_process=True, kernels_at={8: stock.kernels}, clocks={"decode 8": CLOCKS, "x": Clocks()})
+    more = replace(more, prefill_steps={"decode 2": (1, 2)})
     both = replace(result(), runs=(stock, more))
     (tmp_path / "engine.json").write_bytes(dump_engine(both))
     assert read_engine(tmp_path / "engine.json") == both
@@ -402,6 +449,7 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
     assert fast.depths[512].decode == pytest.approx(67 / 68 * 400)
     assert slow.kernels == (Kernel(name="marlin_gemm", us=102.0, calls=2.0),)  # nothing of the prefill
     assert slow.kernels_at == {8: (Kernel(name="marlin_gemm", us=116.0, calls=2.0),)}
+    assert slow.prefill_steps == {"decode 2": (1, 1, 1, 1), "profile 8": (1, 1)}
     assert slow.core_process is False
     assert "vLLM's own dummy weights" in done.stdout  # the stand-in fills nothing
     assert slow.options["load_format"] == "dummy"
@@ -665,6 +713,22 @@ def test_engine_worker_measures_an_engine_with_a_core_of_its_own(tmp_path: Path)
         output, _ = running.communicate(timeout=60)
     assert running.returncode == 0, output
     assert [run.core_process for run in read_engine(tmp_path / "out" / "engine.json").runs] == [True, True]
+
+
+@pytest.mark.parametrize("option", ["late", "silent"])
+def test_engine_command_says_what_it_knows_of_streams_that_do_not_begin_together(tmp_path: Path, option: str) -> None:
+    words = ("--config", f'a={{"max_model_len": 2048, "{option}": true}}', "--streams", "1,2", "--rounds", "2")
+    with start_command(tmp_path, *words) as running:
+        output, _ = running.communicate(timeout=60)
+    assert running.returncode == 0, output
+    (run,) = read_engine(tmp_path / "out" / "engine.json").runs
+    if option == "late":
+        assert set(run.prefill_steps) == {"decode 2"}
+        assert sorted(run.prefill_steps["decode 2"]) == [1, 1, 2, 2]
+        assert "did not begin alike: decode 2 of a in 1 to 2 steps." in output
+    else:
+        assert run.prefill_steps == {}
+        assert "did not begin alike" not in output
 
 
 @pytest.mark.parametrize(("name", "model"), [("35b", "qwen3.5-35b-a3b"), ("27b", "qwen3.5-27b")])

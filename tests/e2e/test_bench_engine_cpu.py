@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +18,21 @@ from qwen_nvfp4_serve.shims import python_path
 
 EMBEDDED = Path(str(resources.files("qwen_nvfp4_serve"))) / "data" / "reference" / "moe"
 LAYERS = 8
+STREAMS = 4
+# Writes down the tokens of every request of each step, in whichever process the steps are.
+STEPS = """
+import json
+from qwen_nvfp4_serve.bench.engine_inside import Inside
+class Counting(Inside):
+    def bench_filled(self):
+        execute = self.execute_model
+        def counted(step):
+            with open("steps", "a") as file:
+                file.write(json.dumps(list(step.num_scheduled_tokens.values())) + "\\n")
+            return execute(step)
+        self.execute_model = counted
+        return super().bench_filled()
+"""
 SPEC = EngineSpec(
     model_folder=str(EMBEDDED),
     configurations={
@@ -25,20 +41,21 @@ SPEC = EngineSpec(
             "skip_tokenizer_init": True,
             "max_model_len": 1024,
             "max_num_batched_tokens": 1024,
-            "max_num_seqs": 4,
+            "max_num_seqs": STREAMS,
             "block_size": 288,
             "kv_cache_memory_bytes": 64 << 20,
+            "worker_extension_cls": "steps.Counting",
         }
     },
-    streams=(1,),
+    streams=(1, STREAMS),
     prompt=16,
     short=2,
     long=18,
     prefills=(64,),
     depths=(64,),
-    rounds=1,
+    rounds=2,
     profile_tokens=16,
-    profile_streams=(1, 2),
+    profile_streams=(1, STREAMS),
 )
 START_S = 240
 ENDS_S = 5.0  # multiprocessing's resource tracker ends a moment after the last process
@@ -56,6 +73,7 @@ def run(folder: Path, **variables: str) -> tuple[EngineRun, set[int], str]:
         "OMP_NUM_THREADS": "1",  # threads that wait for each other on a busy machine take many times longer
         **variables,
     }
+    (folder / "steps.py").write_text(STEPS)
     (folder / "spec.json").write_bytes(dump_spec(SPEC))
     words = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json", "gate"]
     with (folder / "log").open("wb") as log:
@@ -89,9 +107,13 @@ def test_engine_is_measured_wherever_its_core_runs(tmp_path: Path, variables: di
     assert found.decode[1].median > 0
     assert found.prefill[64].median > 0
     assert found.depths[64].decode > 0
-    for kernels in (found.kernels, found.kernels_at[2]):  # a step of two streams calls them once, too
+    for kernels in (found.kernels, found.kernels_at[STREAMS]):  # a step of several streams calls them once, too
         experts = next(kernel for kernel in kernels if kernel.name == "_C::cpu_fused_moe")
-        assert experts.calls == pytest.approx(
-            LAYERS, abs=2 * LAYERS / SPEC.profile_tokens
-        )  # requests may come one by one
+        assert experts.calls == LAYERS
         assert experts.us > 0
+    steps = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+    together = [step for step in steps if len(step) > 1]
+    answers = [SPEC.short] + [SPEC.short, SPEC.long] * SPEC.rounds + [SPEC.short, SPEC.short + SPEC.profile_tokens]
+    prefill, decode = [SPEC.prompt] * STREAMS, [1] * STREAMS
+    assert together == [step for tokens in answers for step in [prefill, *[decode] * (tokens - 1)]]
+    assert found.prefill_steps == {f"decode {STREAMS}": (1,) * 2 * SPEC.rounds, f"profile {STREAMS}": (1, 1)}

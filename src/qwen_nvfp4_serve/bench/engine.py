@@ -101,6 +101,8 @@ class EngineRun:
     core_process: the engine's core had a process of its own, as in a server. cold: no start before had filled a cache.
     side_by_side: other engines started at the same time, so that load_s compares with nothing. restart_s: load_s of new
     processes, from the caches of the first. clocks: measurement, as `decode 8` -> what the card did meanwhile.
+    prefill_steps: measurement of several streams, as `decode 8` or `profile 8` -> in how many steps they began, of each
+    of its runs: where that differs, prefills do not cancel.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -122,6 +124,7 @@ class EngineRun:
     side_by_side: bool = False
     restart_s: tuple[float, ...] = ()
     clocks: dict[str, Clocks] = field(default_factory=dict)
+    prefill_steps: dict[Label, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +246,8 @@ def _counts(result: EngineResult) -> Iterator[tuple[str, int]]:
     for place, run in enumerate(result.runs):
         for kind in RATES:
             yield from ((f"runs.{place}.{kind}", count) for count in getattr(run, kind))
+        for name, steps in run.prefill_steps.items():
+            yield from ((f"runs.{place}.prefill_steps.{name}", count) for count in steps)
 
 
 def _missing(result: EngineResult) -> Iterator[tuple[str, int]]:

@@ -72,8 +72,8 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
     where = [card or "no card", f"vLLM {result.vllm}", f"torch {result.torch}", f"weights of {weights}"]
     lines += [", ".join(where if result.code is None else [*where, f"code {result.code}"]), ""]
     lines += [core_line(result.runs), "", *rates_table(result, model), ""]
-    scattered = scatter_line(result.runs)
-    lines += [scattered, ""] if scattered else []
+    for said in (scatter_line(result.runs), prefill_line(result.runs)):
+        lines += [said, ""] if said else []
     lines += clocks_section({run.label: run.clocks for run in result.runs})
     for run in result.runs:
         lines += _step_lines(f"## A decode step of {run.label}", "token", run.kernels)
@@ -123,6 +123,19 @@ def scatter_line(runs: Sequence[EngineRun]) -> str | None:
     return (
         f"Rates that scatter, with a standard deviation above {SCATTER * 100:.0f} % of the median: {'; '.join(places)}."
     )
+
+
+def prefill_line(runs: Sequence[EngineRun]) -> str | None:
+    """Which streams began in more steps in one run than in another; None where none did."""
+    places = [
+        f"{name} of {run.label} in {min(steps)} to {max(steps)} steps"
+        for run in runs
+        for name, steps in run.prefill_steps.items()
+        if len(set(steps)) > 1
+    ]
+    if not places:
+        return None
+    return f"Prefills are in rates and profiles where streams did not begin alike: {'; '.join(places)}."
 
 
 def _step_lines(title: str, unit: str, kernels: Sequence[Kernel]) -> list[str]:

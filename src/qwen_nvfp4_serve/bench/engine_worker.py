@@ -23,22 +23,20 @@ import traceback
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from qwen_nvfp4_serve.bench.clocks import ClockWatch, watched_clocks
 from qwen_nvfp4_serve.bench.engine import (
-    DepthRates,
     EngineResult,
     EngineRun,
     EngineSpec,
-    Kernel,
     decode_rates,
     dump_engine,
     dump_spec,
     read_engine,
     read_spec,
 )
+from qwen_nvfp4_serve.bench.engine_timer import Timer
 from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.machine import query_cards
 from qwen_nvfp4_serve.bench.orphans import bind_children, die_with_parent, needing_children
@@ -65,7 +63,6 @@ DEFAULTS: dict[str, Any] = {
 }
 SCRATCH = "QWEN_NVFP4_BENCH_SCRATCH"  # a folder for what this process may leave, removed by who started it
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # what a start leaves for the next
-MAX_KERNELS = 80
 LOOK_EVERY_S = 0.1
 CORE_END_S = 10.0  # vLLM itself gives its core 5 s to end
 
@@ -179,6 +176,7 @@ def measured(engine: Any, spec: EngineSpec, run: EngineRun) -> EngineRun:
         kernels=kernels.pop(1, ()),
         kernels_at=kernels,
         kernels_apart=True,
+        prefill_steps=timer.prefill_steps,
         model_bytes=model_bytes,
         used_bytes=used_bytes,
         reserved_bytes=reserved_bytes,
@@ -192,7 +190,10 @@ def timed(timer: Timer, run: EngineRun, watch: ClockWatch) -> EngineRun:
     for streams in spec.streams:
         timer.seconds(spec.short, streams)
         with watch.during(f"decode {streams}"):
-            pairs = [[timer.seconds(tokens, streams) for tokens in (spec.short, spec.long)] for _ in range(spec.rounds)]
+            pairs = [
+                [timer.seconds(tokens, streams, name=f"decode {streams}") for tokens in (spec.short, spec.long)]
+                for _ in range(spec.rounds)
+            ]
         decode[streams] = decode_rates(spec, streams, [short for short, _ in pairs], [long for _, long in pairs])
         print(f"{run.label}: decode {streams} streams {decode[streams].median:.1f} tokens/s", flush=True)
     prefill = {}
@@ -208,66 +209,6 @@ def timed(timer: Timer, run: EngineRun, watch: ClockWatch) -> EngineRun:
             depths[depth] = timer.behind(depth)
         print(f"{run.label}: decode behind {depth} tokens {depths[depth].decode:.1f} tokens/s", flush=True)
     return replace(run, decode=decode, prefill=prefill, depths=depths)
-
-
-class Timer:
-    """Times whole answers; each prompt is new, so that no cache answers."""
-
-    def __init__(self, engine: Any, spec: EngineSpec):
-        self.engine, self.spec, self.sent = engine, spec, 0
-
-    def seconds(self, tokens: int, streams: int, prompt: int | None = None) -> float:
-        """How long `streams` answers of `tokens` take together."""
-        prompts = self.prompts(streams, prompt or self.spec.prompt)
-        start_s = time.perf_counter()
-        self._answers(prompts, tokens)
-        return time.perf_counter() - start_s
-
-    def behind(self, depth: int) -> DepthRates:
-        """Rates of one answer behind `depth` tokens, by the engine's time stamps."""
-        (answer,) = self._answers(self.prompts(1, depth), self.spec.long)
-        stamps = answer.metrics
-        return DepthRates(
-            prefill=depth / (stamps.first_token_ts - stamps.scheduled_ts),
-            decode=(self.spec.long - 1) / (stamps.last_token_ts - stamps.first_token_ts),
-        )
-
-    def prompts(self, streams: int, tokens: int) -> list[dict[str, list[int]]]:
-        """New ones, of tokens that any vocabulary has."""
-        prompts = []
-        for _ in range(streams):
-            self.sent += 1
-            draw = Random(self.sent)  # a row that repeats would elect the same experts again and again
-            prompts.append({"prompt_token_ids": [draw.randrange(5, 245) for _ in range(tokens)]})
-        return prompts
-
-    def _answers(self, prompts: list[dict[str, list[int]]], tokens: int) -> Any:
-        sampling = import_module("vllm").SamplingParams(
-            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False
-        )
-        return self.engine.generate(prompts, sampling, use_tqdm=False)
-
-    def kernels(self, tokens: int, streams: int) -> tuple[Kernel, ...]:
-        """The dearest kernels (operators on a CPU) of a decode step of `streams` streams, per step: what answers that
-        are longer by `tokens` add, so that prefill cancels."""
-        short, long = (self._profile(count, streams) for count in (self.spec.short, self.spec.short + tokens))
-        found = []
-        for name, (us, calls) in long.items():
-            less_us, less_calls = short.get(name, (0.0, 0))
-            if calls > less_calls:  # others are of the prefill alone
-                more_us = max(0.0, us - less_us)  # noise may be more than a short kernel's time
-                found.append(Kernel(name=name[:160], us=more_us / tokens, calls=(calls - less_calls) / tokens))
-        return tuple(sorted(found, key=lambda kernel: -kernel.us)[:MAX_KERNELS])
-
-    def _profile(self, tokens: int, streams: int) -> dict[str, tuple[float, int]]:
-        self.engine.collective_rpc("bench_profile_start")
-        self.seconds(tokens, streams)
-        (rows,) = self.engine.collective_rpc("bench_profile_stop")
-        sums: dict[str, tuple[float, int]] = {}
-        for name, us, calls in rows:  # one name can be of several kinds of events
-            us_before, calls_before = sums.get(name, (0.0, 0))
-            sums[name] = (us_before + us, calls_before + calls)
-        return sums
 
 
 def has_core_process(engine: Any) -> bool:

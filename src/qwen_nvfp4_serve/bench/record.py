@@ -9,7 +9,14 @@ from pathlib import Path
 
 from qwen_nvfp4_serve.bench.clocks import cap_line
 from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, parse_engine, read_engine
-from qwen_nvfp4_serve.bench.engine_page import core_line, engine_markdown, rates_table, scatter_line, short_context
+from qwen_nvfp4_serve.bench.engine_page import (
+    core_line,
+    engine_markdown,
+    prefill_line,
+    rates_table,
+    scatter_line,
+    short_context,
+)
 from qwen_nvfp4_serve.bench.files import write_whole
 from qwen_nvfp4_serve.bench.landscape import bounds, entries
 from qwen_nvfp4_serve.bench.report import markdown_table
@@ -148,7 +155,8 @@ def record_markdown(record: Sequence[Recorded], card: GpuRow) -> str:
         if costs_known(one.result):
             lines += [f"![memory and start]({card.name}-{one.size}-costs.png)", ""]
         lines += [*rates_table(one.result, one.model), ""]
-        for said in (scatter_line(one.result.runs), cap_line({run.label: run.clocks for run in one.result.runs})):
+        caps = cap_line({run.label: run.clocks for run in one.result.runs})
+        for said in (scatter_line(one.result.runs), prefill_line(one.result.runs), caps):
             lines += [said, ""] if said else []
         lines += [f"Options, and every kind of kernel of a decode step: [{page}]({page}).", ""]
     other = find_gpu(BESIDE)
