@@ -264,6 +264,16 @@ def test_engine_markdown_says_that_a_prefill_may_stay_in_a_profile_of_several_st
     assert ("a prefill may stay in a profile of several streams: such times of ours add up to more" in page) is said
 
 
+def test_engine_markdown_sets_a_timed_step_beside_its_kernels_where_no_moment_counts_twice() -> None:
+    eight = (Kernel(name="topk", us=10.0, calls=2),)
+    stock, ours = result().runs
+    apart_now = replace(ours, kernels_apart=True, kernels_at={2: eight, 16: eight})
+    page = engine_markdown(replace(result(), runs=(stock, apart_now)), None)
+    steps = [1e6 * streams / ours.decode[streams].median for streams in (1, 2)]
+    assert [f"| a step, timed without the profile | {us:.0f} | |" in page for us in steps] == [True, True]
+    assert page.count("timed without the profile") == 2, "not where kernels overlap, nor of streams that were not timed"
+
+
 def test_engine_markdown_names_card_ratio_and_share_of_the_roofline() -> None:
     page = engine_markdown(result(), plan_model())
     bound = roofline(plan_model(), CARD.name, 128 + 144)

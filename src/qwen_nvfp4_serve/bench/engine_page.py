@@ -76,9 +76,10 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
         lines += [said, ""] if said else []
     lines += clocks_section({run.label: run.clocks for run in result.runs})
     for run in result.runs:
-        lines += _step_lines(f"## A decode step of {run.label}", "token", run.kernels)
+        lines += _step_lines(f"## A decode step of {run.label}", "token", run.kernels, _step_us(run, 1))
         for streams, kernels in sorted(run.kernels_at.items()):
-            lines += _step_lines(f"## A decode step of {run.label}, {streams} streams", "step", kernels)
+            title = f"## A decode step of {run.label}, {streams} streams"
+            lines += _step_lines(title, "step", kernels, _step_us(run, streams))
         if _longer_than_a_step(run):
             said = STAYING if run.kernels_apart else OVERLAP
             lines += [f"{said} of {run.label} add up to more than a step.", ""]
@@ -138,12 +139,20 @@ def prefill_line(runs: Sequence[EngineRun]) -> str | None:
     return f"Prefills are in rates and profiles where streams did not begin alike: {'; '.join(places)}."
 
 
-def _step_lines(title: str, unit: str, kernels: Sequence[Kernel]) -> list[str]:
+def _step_us(run: EngineRun, streams: int) -> float | None:
+    """What a step of so many streams took without the profile: what its kernels lack of it, nothing ran. None where it
+    was not timed, or where kernels count their waiting."""
+    return streams / run.decode[streams].median * 1e6 if run.kernels_apart and streams in run.decode else None
+
+
+def _step_lines(title: str, unit: str, kernels: Sequence[Kernel], step_us: float | None) -> list[str]:
     if not kernels:
         return []
     lines = [title, "", f"| kernels | us per {unit} | calls |", "|:--|--:|--:|"]
     lines += [f"| {kind} | {us:.0f} | {calls:.0f} |" for kind, us, calls in by_kind(kernels)]
-    return [*lines, f"| all | {sum(one.us for one in kernels):.0f} | {sum(one.calls for one in kernels):.0f} |", ""]
+    lines += [f"| all | {sum(one.us for one in kernels):.0f} | {sum(one.calls for one in kernels):.0f} |"]
+    lines += [] if step_us is None else [f"| a step, timed without the profile | {step_us:.0f} | |"]
+    return [*lines, ""]
 
 
 def rates_table(result: EngineResult, model: PlanModel | None) -> list[str]:
