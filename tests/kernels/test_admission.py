@@ -17,7 +17,7 @@ from tests.kernels import admission_candidates as broken
 from qwen_nvfp4_serve.host import Gpu
 from qwen_nvfp4_serve.kernels import admission
 from qwen_nvfp4_serve.kernels.admission import Finding, Limits, Shape, Table, Verdict, left_out, store, trial
-from qwen_nvfp4_serve.kernels.admission.parent import try_all
+from qwen_nvfp4_serve.kernels.admission.parent import SMALL_KERNEL, try_all
 
 ROOT = Path(__file__).parents[2]
 SPEC = "tests.kernels.admission_candidates:every"
@@ -200,6 +200,22 @@ def test_child_that_does_not_start_judges_nobody() -> None:
     assert len(asked) == 1
     assert {finding.verdict for finding in found.values()} == {Verdict.NOT_READY}
     assert "SIGABRT" in found["b"].reason
+
+
+@pytest.mark.parametrize("end", [EOFError, None])
+def test_small_kernel_that_ends_or_blocks_a_child_costs_no_candidate_and_is_not_tried_again(
+    end: type[EOFError] | None,
+) -> None:
+    clock, spaced = [0.0], []
+    scripts = [(START, {"step": {"stage": SMALL_KERNEL}}, end), (START, step("a"), good("a"), {"done": True})]
+
+    def start(_: Sequence[str], **how: bool) -> Script:
+        spaced.append(how.get("spaced", True))
+        return Script(clock, scripts.pop(0))
+
+    (found,) = try_all(("a",), SHAPES[:1], start=start, limits=Limits(), clock=lambda: clock[0])
+    assert found.verdict is Verdict.ADMITTED
+    assert spaced == [True, False]
 
 
 def test_end_of_the_time_judges_nobody() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error
 from qwen_nvfp4_serve.kernels import bf16_linear, build, graph_timing
-from qwen_nvfp4_serve.kernels.admission import timing
+from qwen_nvfp4_serve.kernels.admission import timing, trial
+from qwen_nvfp4_serve.kernels.admission.parent import SMALL_KERNEL
 from qwen_nvfp4_serve.kernels.nvfp4_linear import launch
 
 SMALL, SMALL_US = "small", 1.5
@@ -88,6 +89,24 @@ def test_calls_without_the_small_kernel_are_timed_one_after_the_other(
     monkeypatch.setattr(graph_timing, "small_kernel", lambda: None)
     assert timing.cuda_timer([card.kernel("a", 4.0), card.kernel("a", 6.0)]) == pytest.approx(5.0)
     assert card.graphs == [["a", "a"]]
+
+
+def test_small_kernels_first_run_is_a_step_of_its_own_before_any_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[Any] = []
+    monkeypatch.setattr(graph_timing, "try_small_kernel", lambda: happened.append("run"))
+    monkeypatch.setattr(trial, "synchronize", lambda _: happened.append("card is up"))
+    device = torch.device("cuda", 0)
+    assert trial._timer(device, True, happened.append) is timing.cuda_timer
+    assert happened == ["card is up", {"step": {"stage": SMALL_KERNEL}}, "run"]
+    assert trial._timer(device, False, happened.append) is timing.bare_cuda_timer
+    assert len(happened) == 3
+
+
+def test_trying_the_small_kernel_leaves_nothing_to_run_first_with_a_candidate(card: Card) -> None:
+    graph_timing.try_small_kernel()
+    assert card.graphs == [[SMALL] * graph_timing.SMALL_CALLS]
+    timing.cuda_timer([card.kernel("a", 4.0)])
+    assert card.graphs[1:] == [[SMALL, "a"]]
 
 
 @pytest.mark.parametrize("built", [True, False])

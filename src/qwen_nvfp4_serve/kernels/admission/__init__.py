@@ -41,13 +41,15 @@ def start_process(
     device: str,
     spec: str = SPEC,
     environment: Mapping[str, str] | None = None,
+    spaced: bool = True,
 ) -> Child:
-    """A child that tries the candidates `names` of `spec` on `device`."""
+    """A child that tries the candidates `names` of `spec` on `device`. spaced: timed calls follow a small kernel."""
     request = {
         "spec": spec,
         "names": list(names),
         "shapes": [list(astuple(shape)) for shape in shapes],
         "device": device,
+        "spaced": spaced,
     }
     return Process(request, environment)
 
@@ -60,7 +62,7 @@ def admit(
     names: Sequence[str] = CANDIDATES,
     spec: str = SPEC,
     directory: Path | None = None,
-    start: Callable[[Sequence[str]], Child] | None = None,
+    start: Callable[..., Child] | None = None,
     limits: Limits | None = None,
 ) -> Table:
     """The table for these shapes on this card: the one kept, if it is valid and final, else a new one, kept.

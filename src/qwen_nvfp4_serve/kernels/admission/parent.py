@@ -1,7 +1,7 @@
 """The parent of an admission: runs the trials in child processes and survives what they do. No torch.
 
 One child tries all candidates. Where it dies or falls silent, the candidate at work is left out with the reason, and
-another child goes on with the ones after it.
+another child goes on with the ones after it; or without the small kernel of `graph_timing`, if that was at work.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from qwen_nvfp4_serve.kernels.admission.table import NUMBERS, Finding, Shape, Verdict, finding_from_json
 
 TRIAL = "qwen_nvfp4_serve.kernels.admission.trial"
+SMALL_KERNEL = "small kernel"  # the stage in which a child tries what runs before each timed call
 WORDS = 300  # characters of a dead child's last line that are kept
 
 
@@ -104,6 +105,7 @@ class _Run:
     names: list[str]
     shapes: Sequence[Shape]
     findings: dict[tuple[str, Shape], Finding] = field(default_factory=dict)
+    spaced: bool = True  # timed calls follow a small kernel
     at: Mapping[str, Any] = field(default_factory=dict)
 
     def take(self, report: Mapping[str, Any]) -> None:
@@ -128,24 +130,28 @@ def try_all(
     names: Sequence[str],
     shapes: Sequence[Shape],
     *,
-    start: Callable[[Sequence[str]], Child],
+    start: Callable[..., Child],
     limits: Limits | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Finding, ...]:
     """A finding for every candidate and shape, candidate by candidate.
 
-    start: begins a child that tries the candidates named. A candidate that ends its child is CRASHED, one that falls
-    silent HUNG, or NOT_READY where it is a library that may be compiling; so are those that time does not suffice for.
+    start: begins a child that tries the candidates named, with `spaced=False` once the small kernel has ended one. A
+    candidate that ends its child is CRASHED, one that falls silent HUNG, or NOT_READY where it is a library that may be
+    compiling; so are those that time does not suffice for.
     """
     limits = limits or Limits()
     run, deadline = _Run(list(names), shapes), clock() + limits.total_s
     while run.names and clock() < deadline:
         run.at = {"stage": "start"}
-        child = start(run.names)
+        child = start(run.names) if run.spaced else start(run.names, spaced=False)
         verdict, seen = _follow(child, run, limits, deadline, clock)
         words = child.stop()
         if verdict is None:
             break
+        if run.at["stage"] == SMALL_KERNEL:  # blames no candidate
+            run.spaced = False
+            continue
         name = run.at.get("candidate")
         numbers = (run.at.get(number, default) for number, default in NUMBERS.items())
         where = f" at {Shape(*numbers)} in its {run.at['stage']} stage" if name else ""

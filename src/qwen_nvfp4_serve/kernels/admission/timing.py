@@ -19,11 +19,22 @@ def cuda_timer(calls: Sequence[Call]) -> float:
     """Median microseconds that a call adds behind a small kernel; without our small kernel, of calls in a row."""
     found = graph_timing.behind_us(calls)
     if found is None:
-        found = graph_timing.graph_us(calls)
+        return bare_cuda_timer(calls)
+    _drop_workspaces()
+    return found
+
+
+def bare_cuda_timer(calls: Sequence[Call]) -> float:
+    """Median microseconds of a call in a CUDA graph of all of them, one after the other."""
+    found = graph_timing.graph_us(calls)
+    _drop_workspaces()
+    return found
+
+
+def _drop_workspaces() -> None:
     # Each measurement has a stream of its own, and every stream its workspaces.
     launch._partials.clear()
     launch._dequantized.clear()
-    return found
 
 
 def cpu_timer(calls: Sequence[Call]) -> float:

@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 
-from qwen_nvfp4_serve.kernels import nvfp4
+from qwen_nvfp4_serve.kernels import graph_timing, nvfp4
 from qwen_nvfp4_serve.kernels.admission import candidates as known
+from qwen_nvfp4_serve.kernels.admission import timing
 from qwen_nvfp4_serve.kernels.admission.candidates import Candidate
 from qwen_nvfp4_serve.kernels.admission.cases import INPUT_AMAX, Case, make_case
+from qwen_nvfp4_serve.kernels.admission.parent import SMALL_KERNEL
 from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS, Finding, Shape, Verdict, finding_to_json
-from qwen_nvfp4_serve.kernels.admission.timing import Timer, cpu_timer, cuda_timer
+from qwen_nvfp4_serve.kernels.admission.timing import Timer, cpu_timer
 from qwen_nvfp4_serve.kernels.nvfp4_linear import reference
 
 CHECKED_TOKENS = (1, 2, 7, 8, 16, 17, 33, 64, 65, 200)
@@ -43,13 +45,15 @@ ROUNDING_SHARE = 0.02
 class Request:
     """What the child is asked. spec: module:function of the candidates. names: which, in order. device: as torch.
 
-    shapes: the numbers of `Shape`; all linear layers or all experts, as the candidates are.
+    shapes: the numbers of `Shape`; all linear layers or all experts, as the candidates are. spaced: timed calls follow
+    the small kernel of `graph_timing`.
     """
 
     spec: str
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     device: str
+    spaced: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,16 +222,29 @@ def _methods(shapes: Sequence[Shape]) -> tuple[Callable[..., Finding], Callable[
     return experts_trial.try_one, experts_trial.try_padded
 
 
+def _timer(device: torch.device, spaced: bool, emit: Callable[[dict[str, Any]], None]) -> Timer:
+    """How calls on a device are timed. A small kernel that ends or blocks this process does so in a step of its own."""
+    if device.type != "cuda":
+        return cpu_timer
+    if not spaced:
+        return timing.bare_cuda_timer
+    synchronize(device)  # what torch takes to set a card up belongs to the start
+    emit({"step": {"stage": SMALL_KERNEL}})
+    graph_timing.try_small_kernel()
+    return timing.cuda_timer
+
+
 def serve(request: Request, emit: Callable[[dict[str, Any]], None]) -> None:
     """Tries every candidate on every shape, candidate by candidate, and emits its steps and findings."""
     device = torch.device(request.device)
     shapes = [Shape(*numbers) for numbers in request.shapes]
-    capability, timer = (0, 0), cpu_timer
+    capability = (0, 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        capability, timer = torch.cuda.get_device_capability(device), cuda_timer
+        capability = torch.cuda.get_device_capability(device)
     found = known.load(request.spec)
     attempt, padded = _methods(shapes)
+    timer = _timer(device, request.spaced, emit)
     for name in request.names:
         candidate, wrong = found[name], None
         for index, shape in enumerate(shapes):
@@ -259,7 +276,8 @@ def main() -> int:
     value = json.loads(sys.argv[1])
     shapes = tuple(tuple(int(number) for number in shape) for shape in value["shapes"])
     emit({"step": {"stage": "start"}})
-    serve(Request(spec=value["spec"], names=tuple(value["names"]), shapes=shapes, device=value["device"]), emit)
+    names, device, spaced = tuple(value["names"]), value["device"], value["spaced"]
+    serve(Request(spec=value["spec"], names=names, shapes=shapes, device=device, spaced=spaced), emit)
     emit({"done": True})
     return 0
 
