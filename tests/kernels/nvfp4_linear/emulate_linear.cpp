@@ -5,6 +5,8 @@
 
 // Whether a CTA's last thread runs first. Results may not depend on it: else a barrier is missing.
 extern "C" void run_last_first(int yes) { emulated::last_first = yes != 0; }
+// Whether each warp runs as far ahead of the others as it may.
+extern "C" void run_warp_by_warp(int yes) { emulated::warp_by_warp = yes != 0; }
 // The card of the following calls, and what the last launch there asked for.
 extern "C" void choose_card(int card) { emulated::card = card; }
 extern "C" int last_threads() { return int(blockDim.x); }

@@ -114,15 +114,31 @@ def test_any_split_of_the_work_is_within_the_bound(library: ctypes.CDLL, grid: i
             case.check(case.run(library, row.tokens, index, grid))
 
 
-def test_threads_in_another_order_give_the_same(library: ctypes.CDLL) -> None:
-    case = Case(200, 512)
-    for index, row in enumerate(binding.variants(library)):
-        forward = case.run(library, row.tokens, index, 3)
-        library.run_last_first(1)
-        try:
-            assert torch.equal(case.run(library, row.tokens, index, 3), forward)
-        finally:
-            library.run_last_first(0)
+def with_grids(library: ctypes.CDLL, case: Case) -> list[torch.Tensor]:
+    """What each variant gives by one CTA, which has several windows of activations, and by three."""
+    rows = enumerate(binding.variants(library))
+    return [case.run(library, row.tokens, index, grid) for index, row in rows for grid in (1, 3)]
+
+
+@pytest.fixture(scope="module")
+def in_order(library: ctypes.CDLL) -> tuple[Case, list[torch.Tensor]]:
+    """A case, and what it gives with threads in their usual order."""
+    case = Case(200, 2560)
+    return case, with_grids(library, case)
+
+
+@pytest.mark.parametrize(("last_first", "warp_by_warp"), [(True, False), (False, True), (True, True)])
+def test_threads_in_another_order_give_the_same(
+    library: ctypes.CDLL, in_order: tuple[Case, list[torch.Tensor]], last_first: bool, warp_by_warp: bool
+) -> None:
+    case, expected = in_order
+    library.run_last_first(last_first)
+    library.run_warp_by_warp(warp_by_warp)
+    try:
+        assert all(map(torch.equal, with_grids(library, case), expected))
+    finally:
+        library.run_last_first(0)
+        library.run_warp_by_warp(0)
 
 
 def test_a_wrong_scale_is_seen(library: ctypes.CDLL) -> None:

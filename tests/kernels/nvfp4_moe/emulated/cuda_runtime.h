@@ -101,6 +101,7 @@ inline std::vector<Watched> watched;
 inline Meeting waiting{0};
 inline int launches = 0, broken_rules = 0;
 inline bool last_first = false;  // the order in which threads run up to where they meet
+inline bool warp_by_warp = false;  // a warp runs on until it waits for others; else all run from meeting to meeting
 inline bool waited, released;
 inline int questions;  // that threads of a CTA have asked of counters
 
@@ -177,6 +178,23 @@ inline void resume(Thread& thread) {
     setcontext(&thread.context);
 }
 
+// Lets threads run up to where they meet. One more than have ended, or 0 if none could run.
+inline int run_threads(int first, int count) {
+    int ended = 0;
+    bool moved = false;
+    for (int turn = 0; turn < count; ++turn) {
+        const int i = first + (last_first ? count - 1 - turn : turn);
+        Thread& thread = threads[i];
+        if (thread.ended || (thread.waits_for && thread.waits_for->generation == thread.generation)) continue;
+        thread.waits_for = nullptr;
+        threadIdx.x = i;
+        moved = true;
+        resume(thread);
+        ended += thread.ended;
+    }
+    return moved ? ended + 1 : 0;
+}
+
 inline void run_cta() {
     constexpr size_t stack_bytes = 64 * 1024;
     const int count = blockDim.x;
@@ -192,18 +210,15 @@ inline void run_cta() {
         thread.context.uc_stack.ss_size = stack_bytes;
         makecontext(&thread.context, start, 0);
     }
+    const int together = warp_by_warp ? 32 : count;
     for (int left = count; left > 0;) {
         bool moved = false;
-        for (int turn = 0; turn < count; ++turn) {
-            const int i = last_first ? count - 1 - turn : turn;
-            Thread& thread = threads[i];
-            if (thread.ended || (thread.waits_for && thread.waits_for->generation == thread.generation)) continue;
-            thread.waits_for = nullptr;
-            threadIdx.x = i;
-            moved = true;
-            resume(thread);
-            left -= thread.ended;
-        }
+        for (int turn = 0; turn < count; turn += together)
+            while (const int ended = run_threads(last_first ? count - together - turn : turn, together)) {
+                moved = true;
+                left -= ended - 1;
+                if (!warp_by_warp) break;
+            }
         if (!moved) {
             std::fprintf(stderr, "CTA %u: threads wait for each other\n", blockIdx.x);
             std::abort();
