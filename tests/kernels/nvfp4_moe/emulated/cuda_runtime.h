@@ -70,7 +70,7 @@ struct Queue {
 };
 
 struct Thread {
-    Queue copies, products;
+    Queue copies, products, stores;
     ucontext_t context;  // for its start; afterwards jumps, which ask nothing of the kernel
     jmp_buf place;
     std::unique_ptr<char[]> stack;
@@ -165,6 +165,20 @@ inline void release() {
     released = true;
 }
 
+// What a warp has stored past the caches of its own is there for other CTAs once a thread says so that has met the others since,
+// else only when the launch ends.
+inline Queue unpublished;
+inline void publish_stores() {
+    Thread* const first = &threads[threadIdx.x / 32 * 32];
+    for (int lane = 0; lane < 32; ++lane) first[lane].stores.wait(0);
+}
+inline void keep_stores() {
+    for (Thread& thread : threads) {
+        thread.stores.commit();
+        for (auto& group : thread.stores.groups) unpublished.groups.push_back(std::move(group));
+    }
+}
+
 inline void start() {
     body();
     self().ended = true;
@@ -224,12 +238,16 @@ inline void run_cta() {
             std::abort();
         }
     }
+    keep_stores();
     broken_rules += !waited + !released;
 }
 
 }  // namespace emulated
 
-inline void __syncwarp() { emulated::meet(emulated::warps[threadIdx.x / 32].meeting); }
+inline void __syncwarp() {
+    emulated::self().stores.commit();
+    emulated::meet(emulated::warps[threadIdx.x / 32].meeting);
+}
 inline void __syncthreads() { emulated::meet(emulated::all); }
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
@@ -264,7 +282,7 @@ inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 template <class T>
 void __stcg(T* p, const T& value) {
     if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) std::abort();
-    *p = value;
+    emulated::self().stores.open.push_back([=] { *p = value; });
 }
 using std::isfinite;
 using std::max;
@@ -327,6 +345,7 @@ int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, const Pa
         emulated::body = [&] { kernel(params...); };
         emulated::run_cta();
     }
+    emulated::unpublished.wait(0);
     ++emulated::launches;
     return cudaSuccess;
 }

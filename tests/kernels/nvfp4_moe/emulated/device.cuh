@@ -60,7 +60,10 @@ inline Word4 read_words(const uint32_t* p) {
 }
 inline void write_word(uint32_t* p, uint32_t value) { *p = value; }
 inline unsigned arrive(unsigned* counter) { return (*counter)++; }
-inline void count_release(unsigned* counter) { ++*counter; }
+inline void count_release(unsigned* counter) {
+    emulated::publish_stores();
+    ++*counter;
+}
 // As above: a count that is not there by now never will be.
 inline unsigned read_acquire(const unsigned* counter) {
     if (++emulated::questions > 1'000'000) {
