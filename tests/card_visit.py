@@ -138,6 +138,8 @@ def start_engine(visit: Visit, model: str, label: str, restarts: int) -> subproc
         "restarts": restarts,
     }
     name = f"engine-{model}-{label}"
+    for gate in ("ready", "go"):  # an earlier visit's would let it be timed beside the others
+        (visit.out / f"{name}.{gate}").unlink(missing_ok=True)
     (visit.out / f"{name}.spec.json").write_text(json.dumps(spec, indent=1))
     words = [str(visit.out / f"{name}.spec.json"), str(visit.out / f"{name}.json"), str(visit.out / name)]
     return visit.start(name, module("qwen_nvfp4_serve.bench.engine_worker", *words), QWEN_NVFP4_BACKEND=backend)

@@ -19,7 +19,8 @@ class Rehearsal(card_visit.Visit):
     happened: ClassVar[list[str]] = []
 
     def start(self, name: str, command: Sequence[str], **more: str) -> subprocess.Popen[bytes]:
-        self.happened.append(f"start {name}")
+        open_gate = any((self.out / f"{name}.{gate}").exists() for gate in ("ready", "go"))
+        self.happened.append(f"start {name}" + (" with its gate open" if open_gate else ""))
         if name.startswith("engine-"):
             (self.out / f"{name}.ready").touch()
         return super().start(name, [sys.executable, "-c", "", *command], **more)
@@ -68,6 +69,18 @@ def test_elections_are_counted_once_and_of_a_mixture_of_experts_alone(
     out, happened = visit
     run(monkeypatch, str(out), "--models", *models, "--parts", "elected")
     assert happened.count("start elected") == happened.count("finish elected") == times
+
+
+def test_gates_of_an_earlier_visit_to_the_same_folder_let_no_engine_through(
+    visit: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, happened = visit
+    for _ in range(2):
+        run(monkeypatch, str(out), "--models", "27b", "--parts", "engines")
+    assert [line for line in happened if line.startswith("start engine-")] == [
+        "start engine-27b-stock",
+        "start engine-27b-ours",
+    ] * 2
 
 
 def test_restarts_are_those_of_every_models_engines(
