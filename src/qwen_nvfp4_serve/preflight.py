@@ -152,17 +152,15 @@ def check_plugin() -> None:
         )  # fmt: skip
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint. Raises UsageError when it is missing or no JSON object."""
+def read_config(folder: Path, do: str = "Point MODEL at a complete checkpoint folder.") -> dict[str, Any]:
+    """config.json of a checkpoint. Raises UsageError, ending with `do`, when it is missing or no JSON object."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{path} cannot be read ({error})", do="Point MODEL at a complete checkpoint folder."
-        ) from None
+        raise UsageError(f"{path} cannot be read ({error})", do=do) from None
     if not isinstance(config, dict):
-        raise UsageError(f"{path}", seen=type(config).__name__, expected="a JSON object")
+        raise UsageError(f"{path}", seen=type(config).__name__, expected="a JSON object", do=do)
     return config
 
 

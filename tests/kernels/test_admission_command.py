@@ -12,11 +12,13 @@ import typer
 from typer.testing import CliRunner
 
 from qwen_nvfp4_serve.cli import kernels
-from qwen_nvfp4_serve.errors import UnsupportedHostError
+from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.host import Gpu
 from qwen_nvfp4_serve.kernels import admission
 from qwen_nvfp4_serve.kernels.admission import Finding, Shape, Table, Verdict, store
 from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS
+from qwen_nvfp4_serve.synthetic import CheckpointSpec
+from qwen_nvfp4_serve.synthetic.config import model_config
 
 CARD = Gpu(name="NVIDIA GeForce RTX 5090", capability=(12, 0), memory_bytes=None, free_bytes=None, driver="590.1")
 SHAPE = Shape(1024, 2048)
@@ -100,16 +102,28 @@ def test_kernels_admission_without_a_card_is_refused(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(kernels, "detect_gpus", lambda: ())
+    (tmp_path / "config.json").write_text(json.dumps(model_config(CheckpointSpec())))
     with pytest.raises(UnsupportedHostError, match="no NVIDIA card"):
         run("--config", str(tmp_path))
+
+
+@pytest.mark.parametrize("folder", ["missing", "empty", "broken"])
+@pytest.mark.parametrize("cards", [(), (CARD,)])
+def test_kernels_admission_of_no_models_folder_is_refused_with_a_card_and_without(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, folder: str, cards: tuple[Gpu, ...]
+) -> None:
+    monkeypatch.setattr(kernels, "detect_gpus", lambda: cards)
+    (cache / "empty").mkdir(), (cache / "broken").mkdir()
+    (cache / "broken" / "config.json").write_text("{")
+    with pytest.raises(UsageError, match=rf"{folder}/config\.json cannot be read .*--config") as caught:
+        run("--config", folder)
+    assert "MODEL" not in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_kernels_admission_asks_for_the_shapes_of_the_config(
     cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from qwen_nvfp4_serve.synthetic import CheckpointSpec
-    from qwen_nvfp4_serve.synthetic.config import model_config
-
     asked: list[Any] = []
 
     def admit(shapes: tuple[Shape, ...], card: Gpu, directory: Path, **more: object) -> None:

@@ -34,10 +34,7 @@ def check_engines(spec: EngineSpec) -> None:
 
 def _positions(folder: Path) -> int | None:
     """Tokens that the model was made for. None where config.json does not say, or says how to go beyond."""
-    try:
-        config = read_config(folder)
-    except UsageError as error:
-        raise UsageError(error.what, seen=error.seen, expected=error.expected, do="Name a model's folder.") from None
+    config = read_config(folder, "Name a model's folder.")
     text = config.get("text_config", config)
     if not isinstance(text, dict):
         seen = type(text).__name__

@@ -51,11 +51,11 @@ def kernels(
     """
     cards, directory = detect_gpus(), cache_dir(load_settings(Path(".env")).settings) / store.FOLDER
     if config is not None:
+        dims = dims_from_config(read_config(config, "Name a model's folder with --config."))
         if not cards:
             raise UnsupportedHostError(
                 "no NVIDIA card to admit kernels on", do="Run this on the machine with the card."
             )
-        dims = dims_from_config(read_config(config))
         admit(linear_shapes(dims, tensor_parallel), card=cards[0], directory=directory)
         sixteen = bf16_shapes(dims, tensor_parallel)
         admit(sixteen, card=cards[0], directory=directory, names=BF16, spec=BF16_SPEC)
