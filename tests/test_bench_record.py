@@ -178,6 +178,8 @@ def test_record_page_says_that_a_size_names_no_code(tmp_path: Path) -> None:
     [
         (("--take", "visit", "--size", "35B"), "size: seen 35B, expected 35b or 27b"),
         (("--take", "visit", "--size", "27b"), "seen no engine"),
+        (("--take", "gone"), "visit gone: seen no such folder"),
+        (("--take", "visit/engine-35b-ours.json"), "visit visit/engine-35b-ours.json: seen no such folder"),
         (("--take", "visit", "--code", "today"), "code: seen Value error, no commit: 7 to 40 digits"),
         (("--size", "35b"), "seen no --take"),
         (("--code", "5fed8d0"), "seen no --take"),

@@ -87,11 +87,13 @@ def read_visit(visit: Path, card: GpuRow, size: str | None = None, code: str | N
     """The files `engine-<size>-<label>.json` of a visit to a card, joined into one result a size.
 
     size: only this one is looked at, where a visit ended before another was whole. code: the commit that was measured.
-    Raises UsageError where the visit has nothing at all, one engine of a size alone, or of one size what is not of one
-    machine, one version and one workload.
+    Raises UsageError where the folder is missing, the visit has nothing at all, one engine of a size alone, or of one
+    size what is not of one machine, one version and one workload.
     """
     if size is not None and size not in SIZES:
         raise UsageError("size", seen=size, expected=" or ".join(SIZES))
+    if not visit.is_dir():
+        raise UsageError(f"visit {visit}", seen="no such folder", expected="the one that a visit to a card left")
     taken = {}
     for one, title in SIZES.items():
         if size not in (None, one):
