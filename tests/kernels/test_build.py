@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from qwen_nvfp4_serve.errors import QwenNvfp4Error, UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.kernels import build
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "build-kernels"
 
 
 @pytest.fixture
@@ -102,3 +106,20 @@ def test_main_builds_into_the_named_folder(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert build.main([str(tmp_path / "out"), "--cards", "120a"]) == 0
     assert capsys.readouterr().out.strip().endswith("-120a.so")
+
+
+def test_script_builds_from_a_checkout_with_a_python_that_has_no_package_of_ours(tmp_path: Path) -> None:
+    stand_in(tmp_path, WRITES_TARGET)
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    done = subprocess.run(
+        [SCRIPT, tmp_path / "out", "--cards", "120a"],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": str(bare), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "out").glob("*-120a.so"))) == len(build.LIBRARIES)
