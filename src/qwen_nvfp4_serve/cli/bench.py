@@ -191,7 +191,10 @@ def engine(
     restarts: int = typer.Option(0, help="Starts in new processes after the first, which then finds empty caches."),
     model: str | None = typer.Option(None, help="Catalogue name, for the byte roofline."),
 ) -> None:
-    """One engine configuration against another on dummy weights, without HTTP."""
+    """One engine configuration against another on dummy weights, without HTTP.
+
+    Our kernels serve where QWEN_NVFP4_BACKEND=hybrid is in the environment, for all configurations of a call.
+    """
     from qwen_nvfp4_serve.bench.engine import EngineSpec
     from qwen_nvfp4_serve.cli.bench_screen import run_engine
 
