@@ -30,6 +30,7 @@ from qwen_nvfp4_serve.bench.engine import (
 )
 from qwen_nvfp4_serve.bench.engine_page import by_kind, engine_markdown, kind_of, roofline
 from qwen_nvfp4_serve.bench.kernel_times import apart
+from qwen_nvfp4_serve.bench.measured import measured_model, text_bytes
 from qwen_nvfp4_serve.bench.rows import number
 from qwen_nvfp4_serve.bench.statistics import Spread, spread
 from qwen_nvfp4_serve.errors import UsageError
@@ -175,6 +176,14 @@ def result() -> EngineResult:
     )
 
 
+def loaded(*sizes: int | None) -> EngineResult:
+    """The same with the bytes of weights that each run holds, one for all or one each."""
+    runs = result().runs
+    return replace(
+        result(), runs=tuple(replace(run, model_bytes=size) for run, size in zip(runs, sizes * 2, strict=False))
+    )
+
+
 def test_decode_rates_cancel_what_both_runs_share() -> None:
     found = decode_rates(SPEC, 2, [1.0, 1.1], [1.0 + 2.56, 1.1 + 2.56])
     assert found.median == pytest.approx(2 * 256 / 2.56)
@@ -246,9 +255,12 @@ def test_kernels_that_overlap_count_once() -> None:
 def test_engine_markdown_says_where_kernels_count_their_waiting() -> None:
     stock, ours = result().runs
     long = (Kernel(name="late", us=2e6 / ours.decode[1].median, calls=1.0),)
-    overlapping = replace(result(), runs=(stock, replace(ours, kernels=long)))
+    overlapping = replace(result(), runs=(stock, replace(ours, kernels=long, kernels_at={2: long})))
     assert "the times of ours add up to more than a step" in engine_markdown(overlapping, None)
     assert "of stock add up" not in engine_markdown(overlapping, None)
+    before, after = engine_markdown(overlapping, None).split("the times of ours add up to more than a step")
+    assert "of ours\n" in before, "under the first table that is too long"
+    assert "of ours, 2 streams\n" in after
     apart_now = replace(overlapping, runs=(stock, replace(ours, kernels=long, kernels_apart=True)))
     assert "add up to more" not in engine_markdown(apart_now, None)
 
@@ -275,7 +287,7 @@ def test_engine_markdown_sets_a_timed_step_beside_its_kernels_where_no_moment_co
 
 
 def test_engine_markdown_names_card_ratio_and_share_of_the_roofline() -> None:
-    page = engine_markdown(result(), plan_model())
+    page = engine_markdown(loaded(text_bytes(plan_model())), plan_model())
     bound = roofline(plan_model(), CARD.name, 128 + 144)
     assert bound is not None
     assert "NVIDIA H200, vLLM 0.33.0" in page
@@ -284,6 +296,38 @@ def test_engine_markdown_names_card_ratio_and_share_of_the_roofline() -> None:
     assert f"| prefill of 65536, t/s | {number(5000)} | {number(5000)} (1.00x) |" in page
     assert f"| decode behind 65536, t/s | {number(100)} | {number(150)} (1.50x) |" in page
     assert "| all | 80 | 120 |" in page
+
+
+@pytest.mark.parametrize(
+    ("shares", "seen"),
+    [
+        ((1.04, 0.96), None),
+        ((1.0, 1.06), "the engines loaded 20.90 GiB, 22.16 GiB"),
+        ((0.94,), "the engines loaded 19.65 GiB, 19.65 GiB"),
+        ((None,), "the engines do not say what they loaded"),
+    ],
+)
+def test_engine_markdown_leaves_out_the_share_of_a_bound_of_other_weights(
+    shares: tuple[float | None, ...], seen: str | None
+) -> None:
+    counted = text_bytes(plan_model())
+    sizes = [None if share is None else round(share * counted) for share in shares]
+    page = engine_markdown(loaded(*sizes), plan_model())
+    assert ("| share of the byte roofline, " in page) is (seen is None)
+    assert (f" comes to 20.90 GiB, and {seen}.\n" in page) is (seen is not None)
+
+
+def test_measured_model_is_of_the_precision_that_the_runs_loaded() -> None:
+    """25.18 GiB: what vLLM 0.33.0 loaded of the 27B with GDN in BF16; the catalogue's checkpoint has it in NVFP4."""
+    row = find_model("qwen3.5-27b")
+    assert row is not None
+    assert row.dims is not None
+    kept = measured_model(row, loaded(round(25.18 * 2**30)).runs)
+    stored = PlanModel.from_row(row, row.dims)
+    assert kept.weights.gdn == pytest.approx(stored.weights.gdn * 2 / 0.5625)
+    assert kept.name == "Qwen3.5-27B with GDN in BF16"
+    for other in (loaded(text_bytes(stored)), loaded(3 << 30), result()):
+        assert measured_model(row, other.runs).weights == stored.weights
 
 
 def test_engine_markdown_shows_a_step_of_every_profiled_stream_count_and_where_the_core_was() -> None:
@@ -718,10 +762,14 @@ def test_engine_worker_measures_an_engine_with_a_core_of_its_own(tmp_path: Path)
         "1",
         "--rounds",
         "1",
+        "--model",
+        "qwen3.5-27b",
     )
     with start_command(tmp_path, *words) as running:
         output, _ = running.communicate(timeout=60)
     assert running.returncode == 0, output
+    assert "No share of the byte roofline: Qwen3.5-27B" in output
+    assert "and the engines loaded 3.00 GiB, 3.00 GiB." in output
     assert [run.core_process for run in read_engine(tmp_path / "out" / "engine.json").runs] == [True, True]
 
 
@@ -746,6 +794,6 @@ def test_engine_page_of_the_record_is_what_its_json_says(name: str, model: str) 
     results = Path(__file__).resolve().parent.parent / "docs" / "results"
     row = find_model(model)
     assert row is not None
-    assert row.dims is not None
-    page = engine_markdown(read_engine(results / f"engine-{name}-h200.json"), PlanModel.from_row(row, row.dims))
+    found = read_engine(results / f"engine-{name}-h200.json")
+    page = engine_markdown(found, measured_model(row, found.runs))
     assert (results / f"engine-{name}-h200.md").read_text() == page

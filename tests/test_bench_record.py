@@ -14,6 +14,7 @@ from tests.test_bench_engine import made, result
 
 from qwen_nvfp4_serve.bench.clocks import Clocks
 from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, read_engine
+from qwen_nvfp4_serve.bench.landscape import DEPTHS
 from qwen_nvfp4_serve.bench.record import (
     file_of,
     read_card_record,
@@ -28,6 +29,8 @@ from qwen_nvfp4_serve.bench.statistics import spread
 from qwen_nvfp4_serve.cli import main
 from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.gpus import GpuRow, find_gpu
+from qwen_nvfp4_serve.models import MODELS
+from qwen_nvfp4_serve.planner import PlanModel
 from qwen_nvfp4_serve.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -248,6 +251,10 @@ def test_record_page_says_once_a_size_where_the_card_lowered_its_clocks(tmp_path
     page = record_markdown(read_card_record(tmp_path, H200), H200)
     said = [line for line in page.splitlines() if "lowered its clocks" in line]
     assert said == ["The card lowered its clocks (sw_power_cap) during decode 8 of ours."]
+    assert [line for line in page.splitlines() if line.endswith("ours.") and "not recorded" in line] == [
+        "What the card's clocks did meanwhile was not recorded: stock, ours."
+    ]
+    assert "was not recorded: stock.\n" in page
 
 
 def test_record_page_says_where_the_core_ran_once_a_size(tmp_path: Path) -> None:
@@ -275,6 +282,22 @@ def test_record_page_names_the_rates_that_scatter(tmp_path: Path) -> None:
     assert [line for line in page.splitlines() if "scatter" in line] == [
         "Rates that scatter, with a standard deviation above 5 % of the median: decode 1, prefill 8192 of ours."
     ]
+
+
+def test_record_bounds_are_of_the_weights_that_were_measured() -> None:
+    """A step reads all weights but the embedding, so that no bound of the 27B exceeds bandwidth over what it loaded."""
+    (whole,) = (one for one in read_card_record(RESULTS, H200) if one.size == "27b")
+    at_most = H200.bandwidth_bytes_per_s / (min(run.model_bytes or 0 for run in whole.result.runs) - 2.5 * GIB)
+    page = record_markdown((whole,), H200)
+    said = re.search(r"\| share of the byte roofline, ([\d.]+) t/s at 272 tokens \|", page)
+    assert said is not None
+    assert 0.9 * at_most < float(said[1]) < at_most
+    assert "| bound of Qwen3.5-27B with GDN in BF16 by bandwidth, " in page
+    row = next(row for row in MODELS if row.name == "qwen3.5-27b")
+    assert row.dims is not None
+    listed = record_markdown((replace(whole, model=PlanModel.from_row(row, row.dims)),), H200)
+    assert page.count("| computed |") == listed.count("| computed |") + len(DEPTHS)
+    assert "share of the byte roofline," not in listed
 
 
 def test_record_of_nothing_is_refused(tmp_path: Path) -> None:

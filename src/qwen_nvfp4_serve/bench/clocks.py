@@ -224,6 +224,12 @@ def cap_line(runs: Mapping[str, Mapping[str, Clocks]]) -> str | None:
     return f"The card lowered its clocks ({', '.join(sorted(causes))}) during {'; '.join(places)}."
 
 
+def unrecorded_line(runs: Mapping[str, Mapping[str, Clocks]]) -> str | None:
+    """Of which configurations nobody looked at the clocks: silence would read as if none was lowered."""
+    labels = [label for label, clocks in runs.items() if not clocks]
+    return f"What the card's clocks did meanwhile was not recorded: {', '.join(labels)}." if labels else None
+
+
 def _cell(one: Clocks) -> str:
     words = []
     if one.sm_mhz is not None:

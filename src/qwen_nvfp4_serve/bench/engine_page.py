@@ -9,6 +9,7 @@ from pathlib import Path
 
 from qwen_nvfp4_serve.bench.clocks import clocks_section
 from qwen_nvfp4_serve.bench.engine import EngineResult, EngineRun, EngineSpec, Kernel
+from qwen_nvfp4_serve.bench.measured import is_measured, weights_line
 from qwen_nvfp4_serve.bench.rows import cell, number
 from qwen_nvfp4_serve.bench.statistics import Spread, spread
 from qwen_nvfp4_serve.gpus import match_gpu
@@ -71,33 +72,37 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
     weights = Path(result.spec.model_folder).name
     where = [card or "no card", f"vLLM {result.vllm}", f"torch {result.torch}", f"weights of {weights}"]
     lines += [", ".join(where if result.code is None else [*where, f"code {result.code}"]), ""]
+    lines += [] if model is None else [weights_line(model, result.runs), ""]
     lines += [core_line(result.runs), "", *rates_table(result, model), ""]
     for said in (scatter_line(result.runs), prefill_line(result.runs)):
         lines += [said, ""] if said else []
     lines += clocks_section({run.label: run.clocks for run in result.runs})
     for run in result.runs:
-        lines += _step_lines(f"## A decode step of {run.label}", "token", run.kernels, _step_us(run, 1))
-        for streams, kernels in sorted(run.kernels_at.items()):
-            title = f"## A decode step of {run.label}, {streams} streams"
-            lines += _step_lines(title, "step", kernels, _step_us(run, streams))
-        if _longer_than_a_step(run):
-            said = STAYING if run.kernels_apart else OVERLAP
-            lines += [f"{said} of {run.label} add up to more than a step.", ""]
+        first_longer = _longer_than_a_step(run)
+        for streams, kernels in _profiles(run).items():
+            title, unit = ("", "token") if streams == 1 else (f", {streams} streams", "step")
+            lines += _step_lines(f"## A decode step of {run.label}{title}", unit, kernels, _step_us(run, streams))
+            if streams == first_longer:
+                said = STAYING if run.kernels_apart else OVERLAP
+                lines += [f"{said} of {run.label} add up to more than a step.", ""]
     options = {run.label: run.options for run in result.runs}
     return "\n".join([*lines, "Options of vllm.LLM:", "", "```json", json.dumps(options, indent=1), "```", ""])
 
 
-def _longer_than_a_step(run: EngineRun) -> bool:
-    """True if a profile's times add up to more than a step took: where kernels overlap, or of several streams."""
-    found = {1: run.kernels} | run.kernels_at
+def _profiles(run: EngineRun) -> dict[int, tuple[Kernel, ...]]:
+    """Kernels of a step by its streams, one stream first."""
+    return {1: run.kernels} | dict(sorted(run.kernels_at.items()))
+
+
+def _longer_than_a_step(run: EngineRun) -> int | None:
+    """Streams of the first profile whose times add up to more than a step took: where kernels overlap, or of several
+    streams."""
     sums = {
-        streams: sum(kernel.us for kernel in kernels) for streams, kernels in found.items() if streams in run.decode
+        streams: sum(kernel.us for kernel in kernels)
+        for streams, kernels in _profiles(run).items()
+        if streams in run.decode and (not run.kernels_apart or (run.core_process and streams > 1))
     }
-    return any(
-        us > streams / run.decode[streams].median * 1e6
-        for streams, us in sums.items()
-        if not run.kernels_apart or (run.core_process and streams > 1)
-    )
+    return next((streams for streams, us in sums.items() if us > streams / run.decode[streams].median * 1e6), None)
 
 
 def core_line(runs: Sequence[EngineRun]) -> str:
@@ -173,7 +178,9 @@ def rates_table(result: EngineResult, model: PlanModel | None) -> list[str]:
             rows.append((f"prefill of {depth}, t/s" if kind == "prefill" else f"decode behind {depth}, t/s", cells))
     context = short_context(spec)
     card = result.cards[0].name if result.cards else None
-    bound = roofline(model, card, context) if model is not None and card is not None else None
+    bound = None
+    if model is not None and card is not None and is_measured(model, runs):
+        bound = roofline(model, card, context)
     if bound is not None:
         shares = [f"{run.decode[1].median / bound:.1%}" if 1 in run.decode else "" for run in runs]
         rows.append((f"share of the byte roofline, {number(bound)} t/s at {context} tokens", shares))

@@ -31,7 +31,7 @@ class Bound:
 def bounds(card: GpuRow) -> tuple[Bound, ...]:
     """The bound of every catalogue checkpoint of SIZES at DEPTHS, with an FP8 cache."""
     return tuple(
-        _bound(card, row, size, depth)
+        _bound(card, _stored(row), row.title, size, depth)
         for size in SIZES
         for row in MODELS
         if row.title.endswith(size)
@@ -39,13 +39,24 @@ def bounds(card: GpuRow) -> tuple[Bound, ...]:
     )
 
 
-def _bound(card: GpuRow, row: ModelRow, size: str, depth: int) -> Bound:
+def bounds_beside(card: GpuRow, size: str, model: PlanModel) -> tuple[Bound, ...]:
+    """Those of one size, and of a model that was measured where no checkpoint of the catalogue moves its bytes."""
+    listed = [one for one in bounds(card) if one.size == size]
+    own = [_bound(card, model, model.name, size, depth) for depth in DEPTHS]
+    known = {(one.depth, one.bytes_per_token) for one in listed}
+    return (*listed, *(one for one in own if (one.depth, one.bytes_per_token) not in known))
+
+
+def _stored(row: ModelRow) -> PlanModel:
     if row.dims is None:
         raise ValueError(f"{row.name} has no dimensions in the table")
-    request = PlanRequest(model=PlanModel.from_row(row, row.dims), gpu=card)
-    moved = bytes_per_token(request, depth)
+    return PlanModel.from_row(row, row.dims)
+
+
+def _bound(card: GpuRow, model: PlanModel, title: str, size: str, depth: int) -> Bound:
+    moved = bytes_per_token(PlanRequest(model=model, gpu=card), depth)
     return Bound(
-        model=row.title,
+        model=title,
         size=size,
         depth=depth,
         bytes_per_token=moved,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qwen_nvfp4_serve.bench.clocks import cap_line
+from qwen_nvfp4_serve.bench.clocks import cap_line, unrecorded_line
 from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, parse_engine, read_engine
 from qwen_nvfp4_serve.bench.engine_page import (
     core_line,
@@ -18,7 +18,8 @@ from qwen_nvfp4_serve.bench.engine_page import (
     short_context,
 )
 from qwen_nvfp4_serve.bench.files import write_whole
-from qwen_nvfp4_serve.bench.landscape import bounds, entries
+from qwen_nvfp4_serve.bench.landscape import bounds_beside, entries
+from qwen_nvfp4_serve.bench.measured import measured_model, weights_line
 from qwen_nvfp4_serve.bench.report import markdown_table
 from qwen_nvfp4_serve.bench.rows import number
 from qwen_nvfp4_serve.errors import UsageError
@@ -76,7 +77,7 @@ def read_card_record(
                 continue
             result = read_engine(file)
             _check_part(file, result, card, LABELS)
-        found.append(Recorded(size=size, model=_plan_model(size), result=result))
+        found.append(Recorded(size=size, model=_plan_model(size, result), result=result))
     if not found:
         expected = " or ".join(file_of(folder, size, card).name for size in SIZES)
         raise UsageError(f"record in {folder}", seen="no engine of this card", expected=expected)
@@ -152,19 +153,21 @@ def record_markdown(record: Sequence[Recorded], card: GpuRow) -> str:
     for one in record:
         page = f"engine-{one.size}-{card.name}.md"
         lines += [f"## {one.title}", "", f"Measured on: {measured_on(one.result)}.", ""]
-        lines += [core_line(one.result.runs), ""]
+        lines += [weights_line(one.model, one.result.runs), "", core_line(one.result.runs), ""]
         lines += [f"![{one.title}]({card.name}-{one.size}.png)", ""]
         if costs_known(one.result):
             lines += [f"![memory and start]({card.name}-{one.size}-costs.png)", ""]
         lines += [*rates_table(one.result, one.model), ""]
-        caps = cap_line({run.label: run.clocks for run in one.result.runs})
-        for said in (scatter_line(one.result.runs), prefill_line(one.result.runs), caps):
+        clocks = {run.label: run.clocks for run in one.result.runs}
+        said_of_clocks = (cap_line(clocks), unrecorded_line(clocks))
+        for said in (scatter_line(one.result.runs), prefill_line(one.result.runs), *said_of_clocks):
             lines += [said, ""] if said else []
         lines += [f"Options, and every kind of kernel of a decode step: [{page}]({page}).", ""]
     other = find_gpu(BESIDE)
     lines += [f"## One stream, beside what others published for the {other.title}", ""]
     lines += [
         "Another card with other bandwidth, other weights and engines: not measured by this project, and no race.",
+        "Bounds are of published checkpoints, and of the weights measured here where none of those has their bytes.",
         f"Caveats and sources: [{other.name}.md]({other.name}.md).",
         "",
         f"![beside]({card.name}-beside.png)",
@@ -233,10 +236,10 @@ def _beside_rows(record: Sequence[Recorded], card: GpuRow, other: GpuRow) -> lis
                 where = "not stated" if depth is None else f"{depth:,} tokens"
                 rates = [found.get("decode", ""), found.get("prefill", "")]
                 rows.append((one.title, entry.title, where, *rates, other.title, entry.measured_by))
-        for bound in bounds(other):
-            if bound.size == one.title:
-                name, where = f"bound of {bound.model} by bandwidth", f"{bound.depth:,} tokens"
-                rows.append((one.title, name, where, number(bound.tokens_per_s), "", other.title, "computed"))
+        for bound in bounds_beside(other, one.title, one.model):
+            name = f"bound of {bound.model} by bandwidth, {bound.bytes_per_token / 1e9:.1f} GB a step"
+            where = f"{bound.depth:,} tokens"
+            rows.append((one.title, name, where, number(bound.tokens_per_s), "", other.title, "computed"))
     return rows
 
 
@@ -297,8 +300,8 @@ def _card_name(result: EngineResult) -> str | None:
     return result.cards[0].name if result.cards else None
 
 
-def _plan_model(size: str) -> PlanModel:
+def _plan_model(size: str, result: EngineResult) -> PlanModel:
     row = find_model(MODELS[size])
-    if row is None or row.dims is None:
-        raise ValueError(f"{MODELS[size]} has no dimensions in the table")
-    return PlanModel.from_row(row, row.dims)
+    if row is None:
+        raise ValueError(f"{MODELS[size]} is not in the table")
+    return measured_model(row, result.runs)

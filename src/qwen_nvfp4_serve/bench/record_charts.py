@@ -17,7 +17,7 @@ from qwen_nvfp4_serve.bench.drawing import (
 )
 from qwen_nvfp4_serve.bench.engine import EngineRun
 from qwen_nvfp4_serve.bench.engine_page import short_context
-from qwen_nvfp4_serve.bench.landscape import bounds, entries
+from qwen_nvfp4_serve.bench.landscape import bounds_beside, entries
 from qwen_nvfp4_serve.bench.record import BESIDE, LABELS, Recorded, costs_known, measured_on, one_stream
 from qwen_nvfp4_serve.bench.series import Line, Point
 from qwen_nvfp4_serve.bench.statistics import Spread, spread
@@ -129,7 +129,7 @@ def start_bars(runs: Sequence[EngineRun]) -> list[Bar]:
 
 def _draw_beside(record: Sequence[Recorded], card: GpuRow, folder: Path) -> Path:
     other = find_gpu(BESIDE)
-    bars = [[*_own_bars(one, card), *_other_bars(one.title, other)] for one in record]
+    bars = [[*_own_bars(one, card), *_other_bars(one, other)] for one in record]
     title = f"Decode, one request: {card.title} as measured, {other.title} as others published it"
     footer = (
         f"Blue and red: measured by this project on the {card.title}, dummy weights. Grey: published by others for the "
@@ -152,17 +152,16 @@ def _own_bars(one: Recorded, card: GpuRow) -> list[Bar]:
     ]
 
 
-def _other_bars(size: str, card: GpuRow) -> list[Bar]:
+def _other_bars(record: Recorded, card: GpuRow) -> list[Bar]:
     name = card.title.removeprefix("GeForce ")
     published = [
         (f"{entry.title}, {name}, {figure.where}", figure.tokens_per_s, 0.0, OTHERS)
-        for entry in entries(card, size)
+        for entry in entries(card, record.title)
         for figure in entry.of("decode")
     ]
     computed = [
         (f"bound of {one.model}, {name}, at {_tokens(one.depth)}", one.tokens_per_s, 0.0, COLOURS[4])
-        for one in bounds(card)
-        if one.size == size
+        for one in bounds_beside(card, record.title, record.model)
     ]
     return published + computed
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qwen_nvfp4_serve.bench.engine import EngineSpec
     from qwen_nvfp4_serve.bench.result import Result
     from qwen_nvfp4_serve.bench.runner import Order, Step
-    from qwen_nvfp4_serve.planner import PlanModel
+    from qwen_nvfp4_serve.models import ModelRow
 
 PAGE_ONLY = ("peak t/s (req)", "ttfr (ms)", "est_ppt (ms)")  # columns too many for a terminal
 PIPE_WIDTH = 120
@@ -108,11 +108,12 @@ def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
     from qwen_nvfp4_serve.bench.engine_checks import check_engines
     from qwen_nvfp4_serve.bench.engine_page import engine_markdown
     from qwen_nvfp4_serve.bench.files import PAGE, check_page, write_whole, writing
+    from qwen_nvfp4_serve.bench.measured import measured_model
     from qwen_nvfp4_serve.errors import UnsupportedHostError
     from qwen_nvfp4_serve.host import detect_gpus
     from qwen_nvfp4_serve.versions import check_vllm
 
-    planned = None if model is None else _plan_model(model)
+    row = None if model is None else _model_row(model)
     check_engines(check_spec(spec))
     if importlib.util.find_spec("vllm") is None:
         raise UnsupportedHostError(check_vllm(None, gpu=bool(detect_gpus())).sentence)
@@ -123,7 +124,8 @@ def run_engine(spec: EngineSpec, out: Path, model: str | None) -> None:
         result_file = _measure_in(Path(own), spec)
         with writing(out):
             write_whole(out / result_file.name, result_file.read_bytes())
-        page = engine_markdown(read_engine(result_file), planned)  # the one in `out` may be another run's by now
+        result = read_engine(result_file)  # the one in `out` may be another run's by now
+        page = engine_markdown(result, None if row is None else measured_model(row, result.runs))
     with writing(out):
         write_whole(out / PAGE, page.encode())
     screen().print(page, markup=False)
@@ -150,14 +152,13 @@ def _measure_in(own: Path, spec: EngineSpec) -> Path:
     return result_file
 
 
-def _plan_model(name: str) -> PlanModel:
+def _model_row(name: str) -> ModelRow:
     from qwen_nvfp4_serve.errors import UsageError
     from qwen_nvfp4_serve.models import find_model
-    from qwen_nvfp4_serve.planner import PlanModel
 
     row = find_model(name)
     if row is None or row.dims is None:
         raise UsageError(
             "--model", seen=name, expected="a catalogue name with dimensions: `qwen-nvfp4 models` lists them"
         )
-    return PlanModel.from_row(row, row.dims)
+    return row
