@@ -23,6 +23,7 @@ class Script:
 
     bundles: tokens of each stream event in turn, repeated. prefill_s: pause before the first. counts: whether events
     carry a running count. early_role: send the role of a chat answer before the prefill, not with the first token.
+    held_back: send the events of an answer together when it is whole, as a proxy that buffers does.
     faults: what goes wrong with the n-th streamed request. true_rates: of each whole stream, from the server's own
     clock: tokens after the first event over the time to the last.
     """
@@ -35,6 +36,7 @@ class Script:
     overhead: int = 3
     dear_words: bool = False
     early_role: bool = False
+    held_back: bool = False
     faults: dict[int, str] = field(default_factory=dict)
     streamed: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -86,6 +88,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _stream(self, body: dict[str, Any], prompt_tokens: int, fault: str) -> None:
         script, wanted = self.script, body["max_tokens"]
+        self.held: list[bytes] = []
         counts = script.counts and fault != "no usage"
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
@@ -118,6 +121,7 @@ class Handler(BaseHTTPRequestHandler):
             usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sent}
             self._chunk(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n")
         self._chunk("data: [DONE]\n\n")
+        self.wfile.write(b"".join(self.held))
         self.wfile.write(b"0\r\n\r\n")
 
     def _fail(self, fault: str) -> None:
@@ -136,8 +140,12 @@ class Handler(BaseHTTPRequestHandler):
         self._chunk(f"data: {json.dumps(chunk | {'usage': usage})}\n\n")
 
     def _chunk(self, text: str) -> None:
+        chunk = f"{len(text):x}\r\n{text}\r\n".encode()
+        if self.script.held_back:
+            self.held.append(chunk)
+            return
         try:
-            self.wfile.write(f"{len(text):x}\r\n{text}\r\n".encode())
+            self.wfile.write(chunk)
             self.wfile.flush()
         except OSError:
             self.close_connection = True

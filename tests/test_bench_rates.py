@@ -7,6 +7,7 @@ import statistics
 import pytest
 from tests.bench_stand_in import MAX_MODEL_LEN, Script, scripted
 
+from qwen_nvfp4_serve.bench.report import markdown
 from qwen_nvfp4_serve.bench.result import CaseResult, Result
 from qwen_nvfp4_serve.bench.runner import Order, Step, run_bench
 from qwen_nvfp4_serve.bench.subject import subject_of
@@ -56,6 +57,31 @@ def test_decode_rate_of_four_streams_is_four_times_one() -> None:
     assert metrics.decode_request is not None
     assert metrics.decode_total.median == pytest.approx(4 * statistics.median(script.true_rates), rel=0.15)
     assert metrics.decode_request.median == pytest.approx(statistics.median(script.true_rates), rel=0.05)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+@pytest.mark.parametrize("bundle", [1, 64], ids=["burst", "one event"])
+def test_answers_that_came_at_once_have_no_decode_rate_and_are_said(bundle: int, concurrency: int) -> None:
+    script = Script(bundles=(bundle,), held_back=True, prefill_s=0.05)
+    result = bench(script, concurrencies=(concurrency,), tpot_limit_ms=100.0)
+    metrics, goodput = only(result).metrics, only(result).goodput
+    for value in (metrics.decode_total, metrics.decode_request, metrics.tpot_ms):
+        assert value is None
+    assert metrics.peak_request is None
+    assert metrics.ttft_ms is not None
+    assert metrics.ttft_ms.median >= 50
+    assert goodput is not None
+    assert goodput.good == goodput.requests
+    assert f"{2 * concurrency} answers came at once, faster than 5,000 tokens/s" in markdown(result)
+
+
+def test_answers_of_one_token_have_no_rate_and_keep_the_limit_of_later_tokens() -> None:
+    result = bench(Script(), generates=(1,), tpot_limit_ms=100.0)
+    assert only(result).metrics.decode_request is None
+    goodput = only(result).goodput
+    assert goodput is not None
+    assert (goodput.good, goodput.requests) == (2, 2)
+    assert "at once" not in markdown(result)
 
 
 def test_prefill_rate_counts_the_whole_prompt_over_its_time() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from qwen_nvfp4_serve.bench.published import Published
 from qwen_nvfp4_serve.bench.result import Result
 from qwen_nvfp4_serve.bench.rows import HEADERS, cell, settings_rows, spread_words, table_rows
+from qwen_nvfp4_serve.bench.statistics import HELD_BACK_TOKENS_PER_S, came_at_once
 
 
 def markdown(result: Result, charts: Sequence[Path] = (), against: Sequence[Published] = ()) -> str:
@@ -36,22 +37,28 @@ def _failures(result: Result) -> str:
     notes = [f"{len(failures)} of {total} measured requests failed" + (f", {warm} in warm-up" if warm else "") + "."]
     counts = Counter((failure.kind, failure.detail) for failure in failures)
     notes += [f"- {count} x {kind}: {one_cell(detail)}" for (kind, detail), count in counts.most_common()]
-    notes += _short_answers(result)
+    notes += odd_answers(result)
     return "\n".join(notes) + "\n"
 
 
-def _short_answers(result: Result) -> list[str]:
-    """Answers that ended early, prompts of another length by the server's count than asked, and first tokens that came
-    before the latency was over."""
-    early = off = sooner = 0
+def odd_answers(result: Result) -> list[str]:
+    """A sentence each on answers that ended early or came at once, prompts of another length by the server's count than
+    asked, and first tokens that came before the latency was over."""
+    early = off = sooner = at_once = 0
     for case in result.cases:
         asked = case.case.depth + case.case.prompt
         for sample in (sample for batch in case.batches for sample in batch.samples if sample.failure is None):
             early += (sample.completion_tokens or 0) < case.case.generate
+            at_once += came_at_once(sample)
             off += case.case.phase == "request" and sample.prompt_tokens != asked
             if sample.first_token_s is not None:
                 sooner += 1000.0 * (sample.first_token_s - sample.start_s) <= result.latency_ms
     notes = [f"{early} answers ended before the tokens asked for."] if early else []
+    if at_once:
+        notes.append(
+            f"{at_once} answers came at once, faster than {HELD_BACK_TOKENS_PER_S:,.0f} tokens/s: something held them "
+            "back. They have no decode rate, and their first token is as late as their last."
+        )
     if off:
         notes.append(f"{off} prompts were not exactly as long as asked; rates use the true length.")
     if sooner:

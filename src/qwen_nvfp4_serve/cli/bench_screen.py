@@ -63,11 +63,12 @@ def under_progress(work: Callable[[Callable[[Step], None]], Found], *, failed: s
 
 
 def show_result(result: Result, console: Console) -> None:
-    """Prints the table, then what failed and the goodput."""
+    """Prints the table, then what failed or was odd and the goodput."""
     from rich.box import SIMPLE
     from rich.markup import escape
     from rich.table import Table
 
+    from qwen_nvfp4_serve.bench.report import odd_answers
     from qwen_nvfp4_serve.bench.rows import HEADERS, table_rows
     from qwen_nvfp4_serve.errors import printable
 
@@ -85,6 +86,8 @@ def show_result(result: Result, console: Console) -> None:
     warm = sum(len(case.warmup_failures) for case in result.cases)
     if warm:
         console.print(f"failed requests in warm-up: {warm}", style="red", markup=False)
+    for note in odd_answers(result):
+        console.print(note, style="yellow", markup=False)
     for case in result.cases:
         if case.goodput is not None:
             seen = case.goodput
