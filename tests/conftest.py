@@ -20,8 +20,7 @@ THREADS = max(1, (os.cpu_count() or 1) // WORKERS)
 if WORKERS > 1:  # before anything imports torch: threads of two workers that wait for each other take many times longer
     os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 # Files that go to one worker, by the beginning of their path: they share containers, an imported vLLM, or a server.
-# The embedded model's server is there twice, so that two workers ask at once. The first group is longer: it ends with
-# the peers' harnesses, which compare speeds and should be alone.
+# The embedded model's server is there twice, so that two workers ask at once.
 TOGETHER = {
     "tests/docker/": "docker",
     "tests/contracts/": "vllm",
@@ -104,12 +103,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _turn(item: pytest.Item) -> int:
-    """Containers first, since they mostly wait; then without a server, with one of their own, with the shared one; and
-    in the end, when nothing else runs, what compares speeds."""
+    """Containers first, since they mostly wait; then without a server, with one of their own, with the shared one."""
     if item.get_closest_marker("docker"):
         return 0
     has = (item.get_closest_marker("server"), "embedded" in getattr(item, "fixturenames", ()))
-    return 4 if item.get_closest_marker("peers") else 1 + sum(map(bool, has))
+    return 1 + sum(map(bool, has))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -191,8 +191,6 @@ def test_hands_over_to_docker_only_with_card_runtime_and_compose_file(
 @pytest.mark.parametrize(
     ("words", "shared"),
     [
-        ((), True),
-        (("--full",), True),
         (("-m", "not server"), True),
         (("tests/test_cli.py", "-k", "crlf"), False),
         (("tests/test_cli.py::test_x",), False),
@@ -202,9 +200,18 @@ def test_run_tests_named_by_path_run_in_one_process(checkout: Path, words: tuple
     (checkout / "tests").mkdir()
     (checkout / "tests" / "test_cli.py").touch()
     assert bootstrap.run_tests(fake_python(checkout), words) == 0
-    *before, last = calls(checkout)
-    assert last == " ".join(["-m pytest", *(["--numprocesses=auto"] if shared else []), *words])
-    assert len(before) == (3 if words in ((), ("--full",)) else 0)
+    assert calls(checkout) == [" ".join(["-m pytest", *(["--numprocesses=auto"] if shared else []), *words])]
+
+
+@pytest.mark.parametrize("words", [(), ("--full",)])
+def test_run_tests_of_everything_ends_with_those_that_need_the_machine_alone(
+    checkout: Path, words: tuple[str, ...]
+) -> None:
+    assert bootstrap.run_tests(fake_python(checkout), words) == 0
+    *before, rest, alone = calls(checkout)
+    assert [call.split()[1] for call in before] == ["ruff", "ruff", "mypy"]
+    assert rest == " ".join(["-m pytest --numprocesses=auto", *words, "-m not alone"])
+    assert alone == " ".join(["-m pytest", *words, "-m alone"])
 
 
 def test_run_tests_stops_at_the_first_step_that_fails(checkout: Path) -> None:

@@ -173,12 +173,19 @@ def python_of(python: Path) -> str:
 def run_tests(python: Path, arguments: Sequence[str]) -> int:
     """Lint, types and tests; the first failing step's exit code. With arguments (but --full), only pytest with them.
 
-    Tests run in several processes unless some are named by their path."""
+    Tests run in several processes unless some are named by their path; those that compare speeds in the end, alone."""
     module = [str(python), "-m"]
     named = any((ROOT / word.partition("::")[0]).exists() for word in arguments if not word.startswith("-"))
-    steps = [[*module, "pytest", *([] if named else ["--numprocesses=auto"]), *arguments]]
+    pytest = [*module, "pytest", *([] if named else ["--numprocesses=auto"]), *arguments]
+    steps = [pytest]
     if not arguments or list(arguments) == ["--full"]:
-        steps = [[*module, "ruff", "check"], [*module, "ruff", "format", "--check"], [*module, "mypy"], *steps]
+        steps = [
+            [*module, "ruff", "check"],
+            [*module, "ruff", "format", "--check"],
+            [*module, "mypy"],
+            [*pytest, "-m", "not alone"],
+            [*module, "pytest", *arguments, "-m", "alone"],
+        ]
     for step in steps:
         say(" ".join(step[2:]))
         code = subprocess.run(step, check=False).returncode
