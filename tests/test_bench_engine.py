@@ -78,6 +78,7 @@ class LLM:
             open("deaf", "w").close()
             try: time.sleep(60)
             except KeyboardInterrupt: pass
+        fast = fast or os.environ.get("QWEN_NVFP4_BACKEND") == "hybrid"
         self.rate, self.llm_engine = (400.0 if fast else 200.0), self
         if "VLLM_CACHE_ROOT" in os.environ and not os.path.exists(os.environ["VLLM_CACHE_ROOT"]):
             os.mkdir(os.environ["VLLM_CACHE_ROOT"])
@@ -570,6 +571,50 @@ def test_engine_worker_starts_again_from_the_caches_of_its_first_start(tmp_path:
     assert one.load_s > 1.0
     assert len(one.restart_s) == len(two.restart_s) == 2
     assert max(one.restart_s + two.restart_s) < 1.0
+
+
+def test_engine_worker_measures_our_kernels_beside_stock_whatever_the_environment_says(tmp_path: Path) -> None:
+    for name, code in STAND_IN.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    named = {backend: {"nvfp4_backend": backend} for backend in ("stock", "hybrid")}
+    spec = EngineSpec(
+        model_folder="m",
+        configurations=named | {"as told": {}},
+        streams=(1,),
+        short=1,
+        long=41,
+        prefills=(),
+        profile_tokens=0,
+        restarts=1,
+    )
+    (tmp_path / "spec.json").write_bytes(dump_spec(spec))
+    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
+    environment = os.environ | {"PYTHONPATH": before_all(tmp_path), "QWEN_NVFP4_BACKEND": "hybrid"}
+    done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    stock, hybrid, told = read_engine(tmp_path / "engine.json").runs
+    for run, rate in ((stock, 200), (hybrid, 400), (told, 400)):
+        assert run.decode[1].median == pytest.approx(rate, rel=0.1)
+        assert len(run.restart_s) == 1
+    assert [run.options.get("nvfp4_backend") for run in (stock, hybrid, told)] == ["stock", "hybrid", None]
+    assert [run.cold for run in (stock, hybrid, told)] == [True, False, False]
+
+
+def test_engine_worker_ends_where_the_process_of_a_configuration_fails(tmp_path: Path) -> None:
+    for name, code in STAND_IN.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(code)
+    options = {"nvfp4_backend": "hybrid", "wrong": "no such thing"}
+    (tmp_path / "spec.json").write_bytes(dump_spec(EngineSpec(model_folder="m", configurations={"ours": options})))
+    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
+    environment = os.environ | {"PYTHONPATH": before_all(tmp_path)}
+    done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    *_, first, last = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert first.startswith("error: engine bench: seen ValueError: no such thing")
+    assert last == "error: the engine of ours: seen exit code 1. Its output is above."
+    assert not (tmp_path / "engine.json").exists()
 
 
 def test_engine_worker_waits_at_its_gate(tmp_path: Path) -> None:

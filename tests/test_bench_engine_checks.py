@@ -57,6 +57,8 @@ def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         (("--config", 'a={"max_model_len": 399}'), "streams of a: seen 400 tokens, expected at most 399"),
         (("--config", FITS, "--streams", "1,8,16"), "streams of a: seen 16, expected at most 8"),
         (("--config", FITS, "--config", 'b={"max_model_len": 2048, "max_num_seqs": 4}'), "streams of b: seen 8"),
+        (("--config", 'a={"nvfp4_backend": "marlin"}'), "nvfp4_backend of a: seen marlin, expected stock or hybrid"),
+        (("--config", 'a={"nvfp4_backend": ["hybrid"]}'), "nvfp4_backend of a: seen ['hybrid'], expected stock or"),
         (("--config", FITS, "--config", 'a={"max_num_seqs": 9}'), "--config: seen a twice"),
     ],
 )

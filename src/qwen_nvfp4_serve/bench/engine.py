@@ -21,6 +21,7 @@ from qwen_nvfp4_serve.errors import UsageError
 LIMIT = 2**63  # no rate, time or size comes near, and a chart can draw what is below
 RATES = {"decode": "streams", "prefill": "prefills", "depths": "depths"}  # of a run -> its keys, of the spec
 SPREAD = ("median", "mean", "std", "low", "high")
+BACKEND, BACKENDS = "nvfp4_backend", ("stock", "hybrid")  # of a configuration; patches look at it when they load
 COUNT_LIMIT = 2**31  # no prompt, answer or number of streams comes near
 LEAST_RATE = 1e-6  # tokens/s: what is slower is no rate, and a ratio to it no number
 ROUNDING = 1e-9  # of the highest value: what another order of adding up may change
@@ -44,7 +45,8 @@ Code = Annotated[str, AfterValidator(_commit)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What the worker measures. configurations: label -> keyword arguments of vllm.LLM, measured in this order.
+    """What the worker measures. configurations: label -> keyword arguments of vllm.LLM, measured in this order; beside
+    them BACKEND says whose kernels compute NVFP4 layers, whatever the environment says.
 
     short, long: answer lengths whose difference gives the decode rate, so that prefill and scheduling cancel.
     prompt: tokens before the answer. prefills: prompt lengths of the prefill rate. depths: tokens in the cache at which
@@ -162,6 +164,10 @@ def check_spec(spec: EngineSpec) -> EngineSpec:
     for name, (values, bound) in least.items():
         if min(values, default=bound) < bound:
             raise UsageError(f"engine bench, {name}", seen=str(min(values)), expected=f"{bound} or more")
+    for label, options in spec.configurations.items():
+        if (backend := options.get(BACKEND, "stock")) not in BACKENDS:
+            expected, do = " or ".join(BACKENDS), "Choose among vLLM's kernels by its linear_backend and moe_backend."
+            raise UsageError(f"engine bench, {BACKEND} of {label}", seen=str(backend), expected=expected, do=do)
     return spec
 
 

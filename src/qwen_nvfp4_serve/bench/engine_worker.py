@@ -1,4 +1,6 @@
-"""Runs engine configurations one after another in this process: `python -m …bench.engine_worker SPEC.json OUT.json`.
+"""Runs engine configurations one after another: `python -m …bench.engine_worker SPEC.json OUT.json`.
+
+All in this process but those that name their NVFP4 kernels, which are each a process's from its start.
 
 With a third argument, GATE, each engine waits before it is measured: it makes GATE.ready and goes on once GATE.go is
 there. So engines can start side by side, which takes minutes of compiling, and be measured one at a time.
@@ -27,6 +29,7 @@ from typing import Any
 
 from qwen_nvfp4_serve.bench.clocks import ClockWatch, watched_clocks
 from qwen_nvfp4_serve.bench.engine import (
+    BACKEND,
     EngineResult,
     EngineRun,
     EngineSpec,
@@ -61,6 +64,7 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": False,  # the time stamps of each answer
     "worker_extension_cls": "qwen_nvfp4_serve.bench.engine_inside.Inside",
 }
+BACKEND_VARIABLE = "QWEN_NVFP4_BACKEND"
 SCRATCH = "QWEN_NVFP4_BENCH_SCRATCH"  # a folder for what this process may leave, removed by who started it
 CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # what a start leaves for the next
 LOOK_EVERY_S = 0.1
@@ -77,7 +81,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.pop(SCRATCH, None)) as caches:
         if spec.restarts:
             os.environ.update({name: f"{caches}/{name.lower()}" for name in CACHES})
-        runs = tuple(measure(spec, label, options, gate) for label, options in spec.configurations.items())
+        runs = tuple(run_of(spec, label, Path(caches), gate) for label in spec.configurations)
         if spec.restarts:  # what a configuration leaves in the caches is there for those after it
             runs = (replace(runs[0], cold=True), *runs[1:])
             runs = tuple(replace(run, restart_s=restart_seconds(spec, run.label, Path(caches))) for run in runs)
@@ -85,24 +89,38 @@ def main() -> None:
     write_whole(out, dump_engine(EngineResult(spec=spec, cards=query_cards(), runs=runs, **versions)))
 
 
+def run_of(spec: EngineSpec, label: str, folder: Path, gate: str | None) -> EngineRun:
+    """The run of `label`, measured here, or in a process of its own where it names its NVFP4 kernels."""
+    options = dict(spec.configurations[label])
+    backend = options.pop(BACKEND, None)
+    if backend is None:
+        return measure(spec, label, options, gate)
+    run = in_new_process(replace(spec, configurations={label: options}, restarts=0), folder, backend, gate)
+    return replace(run, options=run.options | {BACKEND: backend})
+
+
+def in_new_process(spec: EngineSpec, folder: Path, backend: str | None = None, gate: str | None = None) -> EngineRun:
+    """The one run of `spec` in a process of its own. folder: for its files. backend: None as the environment says."""
+    spec_file, result_file = folder / "spec.json", folder / "result.json"
+    spec_file.write_bytes(dump_spec(spec))
+    words = [sys.executable, "-m", MODULE, str(spec_file), str(result_file), *([gate] if gate else [])]
+    environment = os.environ | {SCRATCH: str(folder)} | ({BACKEND_VARIABLE: backend} if backend else {})
+    code = subprocess.run(words, env=environment, check=False, preexec_fn=die_with_parent).returncode
+    if code != 0:
+        label = next(iter(spec.configurations))
+        raise QwenNvfp4Error(f"the engine of {label}", seen=f"exit code {code}", do="Its output is above.")
+    return read_engine(result_file).runs[0]
+
+
 def restart_seconds(spec: EngineSpec, label: str, folder: Path) -> tuple[float, ...]:
     """How long each new process takes to have the engine of `label` up; it answers once and ends."""
-    bare = replace(
-        spec,
-        configurations={label: spec.configurations[label]},
-        streams=(),
-        prefills=(),
-        depths=(),
-        profile_tokens=0,
-        restarts=0,
-    )
-    spec_file, result_file = folder / "spec.json", folder / "result.json"
-    spec_file.write_bytes(dump_spec(bare))
+    options = dict(spec.configurations[label])
+    backend = options.pop(BACKEND, None)
+    nothing: tuple[int, ...] = ()
+    bare = replace(spec, streams=nothing, prefills=nothing, depths=nothing, profile_tokens=0, restarts=0)
     found = []
     for _ in range(spec.restarts):
-        words = [sys.executable, "-m", MODULE, str(spec_file), str(result_file)]
-        subprocess.run(words, check=True, preexec_fn=die_with_parent)
-        found.append(read_engine(result_file).runs[0].load_s)
+        found.append(in_new_process(replace(bare, configurations={label: options}), folder, backend).load_s)
         print(f"{label}: started again in {found[-1]:.0f} s", flush=True)
     return tuple(found)
 

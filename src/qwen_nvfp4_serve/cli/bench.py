@@ -182,7 +182,7 @@ def engine(
     folder: Path = typer.Argument(parser=path, help="Folder with config.json and tokenizer; its weights are not read."),
     out: Path = typer.Option(..., parser=path, help="Folder for engine.json and the page."),
     config: list[str] = typer.Option(
-        ["stock={}"], help="LABEL=JSON, keyword arguments of vllm.LLM; once for each configuration."
+        ["stock={}"], help="LABEL=JSON, keyword arguments of vllm.LLM, and nvfp4_backend; once for each configuration."
     ),
     streams: str = typer.Option("1,2,4,8", help="Requests decoded at once."),
     prefill: str = typer.Option("8192", help="Prompts of the prefill rate, tokens."),
@@ -193,7 +193,7 @@ def engine(
 ) -> None:
     """One engine configuration against another on dummy weights, without HTTP.
 
-    Our kernels serve where QWEN_NVFP4_BACKEND=hybrid is in the environment, for all configurations of a call.
+    Our kernels serve a configuration with "nvfp4_backend": "hybrid", vLLM's one with "stock".
     """
     from qwen_nvfp4_serve.bench.engine import EngineSpec
     from qwen_nvfp4_serve.cli.bench_screen import run_engine
