@@ -1,4 +1,4 @@
-"""Tables of docs/kernels.md that are written by hand, against the measurements that they are of."""
+"""Tables of docs/kernels*.md that are written by hand, against the measurements that they are of."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qwen_nvfp4_serve.bench.rows import number
 from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "kernels.md").read_text()
+TEXT = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("kernels*.md")))
 LEFT = {  # rows of what is left in a step -> kinds of kernels that they count
     "BF16 projections and head": {"16-bit linear"},
     "experts and routers": {"MoE"},

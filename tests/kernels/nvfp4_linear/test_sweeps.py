@@ -12,7 +12,7 @@ from qwen_nvfp4_serve.kernels.nvfp4_linear import sweeps
 
 ROOT = Path(__file__).parents[3]
 RESULT = json.loads((ROOT / "docs/results/linear-h200.json").read_text())
-TEXT = (ROOT / "docs/kernels.md").read_text()
+TEXT = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("kernels*.md")))
 
 
 def name(variant: dict[str, int]) -> str:

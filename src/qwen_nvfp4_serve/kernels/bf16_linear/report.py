@@ -1,4 +1,4 @@
-"""The table of docs/kernels.md out of a measurement.
+"""The table of docs/kernels-linear.md out of a measurement.
 
 python -m qwen_nvfp4_serve.kernels.bf16_linear.report RESULT.json
 """

@@ -1,4 +1,4 @@
-"""Tables for docs/kernels.md out of a measurement.
+"""Tables for docs/kernels-linear.md out of a measurement.
 
 python -m qwen_nvfp4_serve.kernels.nvfp4_linear.report RESULT.json
 """

@@ -1,4 +1,4 @@
-"""Tables for docs/kernels.md out of the sweeps that a record keeps under `tried`.
+"""Tables for docs/kernels-linear.md out of the sweeps that a record keeps under `tried`.
 
 python -m qwen_nvfp4_serve.kernels.nvfp4_linear.sweeps RESULT.json
 """

@@ -27,7 +27,7 @@ K_MULTIPLE = 64  # of both products' columns: four blocks of 16, one tile of the
 WORKSPACE_BYTES = 256 * 2**20
 # Of the dealing: pairs that one program deals, counts and lines of counts that it adds up at a time, blocks that one
 # program fills. Its work grows with the square of the first, and with all pairs over it. The fastest of those timed on
-# an H200 for 2,048 tokens of the 35B and more (docs/kernels.md).
+# an H200 for 2,048 tokens of the 35B and more (docs/kernels-moe.md).
 PAIRS_IN_CHUNK = 256
 COUNTS_IN_STEP = 32 * 256
 LINES_IN_STEP = 32
@@ -48,8 +48,8 @@ class Tile:
     stages: int
 
 
-# The fastest of those timed on an H200 for 64, 512, 2048 and 8192 tokens of the 35B (docs/kernels.md), all within the
-# 99 KB of shared memory of compute capability 12.0. The last one is for products that are `wgmma`, which compute
+# The fastest of those timed on an H200 for 64, 512, 2048 and 8192 tokens of the 35B (docs/kernels-moe.md), all within
+# the 99 KB of shared memory of compute capability 12.0. The last one is for products that are `wgmma`, which compute
 # capability 9.0 alone has: with others it spills hundreds of bytes.
 TILES = (
     Tile(rows=16, columns=64, warps=4, stages=3),

@@ -9,7 +9,7 @@
 
 #if !defined(BF16_VARIANTS)
 // Tiles of tokens, rows of a block, 16-byte loads of a row in a batch, batches under way, warps, CTAs per multiprocessor,
-// and whether it is for few rows. Chosen from all that were measured: docs/kernels.md.
+// and whether it is for few rows. Chosen from all that were measured: docs/kernels-linear.md.
 #define BF16_VARIANTS                                                                            \
     variant<1, 8, 4, 3, 8, 2>(true), variant<2, 16, 2, 2, 16, 1>(true), variant<1, 16, 2, 2, 8, 3>(false), \
         variant<2, 16, 2, 2, 8, 2>(false)

@@ -57,7 +57,7 @@ constexpr Variant by_warpgroups(int most_rows = 0) {
 // Up to so many rows, smaller blocks of them share out the work over a card more evenly.
 constexpr int kFewRows = 4096, kFewWarpgroupRows = 8192;
 
-// Chosen from all that were measured: docs/kernels.md.
+// Chosen from all that were measured: docs/kernels-linear.md.
 const Variant kVariants[] = {
     by_warps<2, 1, 8, 4, 2>(kFewRows), by_warps<2, 1, 16, 8, 1>(), by_warps<1, 1, 8, 4, 2>(kFewRows), by_warps<1, 1, 16, 8, 1>(),
     by_warps<1, 2, 8, 2, 2>(kFewRows), by_warps<1, 2, 16, 4, 1>(),
