@@ -24,6 +24,7 @@ class Script:
     bundles: tokens of each stream event in turn, repeated. prefill_s: pause before the first. counts: whether events
     carry a running count. early_role: send the role of a chat answer before the prefill, not with the first token.
     held_back: send the events of an answer together when it is whole, as a proxy that buffers does.
+    silent: tokens bring no text.
     faults: what goes wrong with the n-th streamed request. true_rates: of each whole stream, from the server's own
     clock: tokens after the first event over the time to the last.
     """
@@ -37,6 +38,7 @@ class Script:
     dear_words: bool = False
     early_role: bool = False
     held_back: bool = False
+    silent: bool = False
     faults: dict[int, str] = field(default_factory=dict)
     streamed: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -111,9 +113,8 @@ class Handler(BaseHTTPRequestHandler):
             sent, turn = sent + bundle, turn + 1
             first = first or sent
             sent_at.append(time.perf_counter())
-            delta: dict[str, Any] = (
-                {"delta": {"content": "x" * bundle}} if "messages" in body else {"text": "x" * bundle}
-            )
+            text = "" if script.silent else "x" * bundle
+            delta: dict[str, Any] = {"delta": {"content": text}} if "messages" in body else {"text": text}
             self._event({"choices": [{**delta, "finish_reason": None}]}, prompt_tokens, sent, counts)
         if len(sent_at) > 1:
             script.true_rates.append((sent - first) / (sent_at[-1] - sent_at[0]))

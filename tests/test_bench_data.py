@@ -91,6 +91,12 @@ def test_arrivals_one_event_without_a_count_makes_shares_equal() -> None:
     assert arrivals(events, 6) == (Arrival(1.0, 3.0), Arrival(2.0, 3.0))
 
 
+@pytest.mark.parametrize("counts", [(3, 2, 1), (2, 1, 3), (2, 4, 9)], ids=["falling", "in between", "beyond usage"])
+def test_arrivals_running_count_that_cannot_be_is_not_believed(counts: tuple[int, ...]) -> None:
+    events = [Event(float(at), so_far, True) for at, so_far in enumerate(counts)]
+    assert arrivals(events, 3) == (Arrival(0.0, 1.0), Arrival(1.0, 1.0), Arrival(2.0, 1.0))
+
+
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 9)), min_size=2))
 def test_peak_is_never_below_the_mean_rate_of_a_second_or_more(found: list[tuple[float, int]]) -> None:
     ordered = [Arrival(at_s, tokens) for at_s, tokens in sorted(found)]

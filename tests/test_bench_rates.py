@@ -75,6 +75,12 @@ def test_answers_that_came_at_once_have_no_decode_rate_and_are_said(bundle: int,
     assert f"{2 * concurrency} answers came at once, faster than 5,000 tokens/s" in markdown(result)
 
 
+def test_answers_without_text_are_said_not_to_have_come_at_once() -> None:
+    page = markdown(bench(Script(counts=False, silent=True)))
+    assert "2 answers brought no text" in page
+    assert "at once" not in page
+
+
 def test_answers_of_one_token_have_no_rate_and_keep_the_limit_of_later_tokens() -> None:
     result = bench(Script(), generates=(1,), tpot_limit_ms=100.0)
     assert only(result).metrics.decode_request is None

@@ -42,14 +42,15 @@ def _failures(result: Result) -> str:
 
 
 def odd_answers(result: Result) -> list[str]:
-    """A sentence each on answers that ended early or came at once, prompts of another length by the server's count than
-    asked, and first tokens that came before the latency was over."""
-    early = off = sooner = at_once = 0
+    """A sentence each on answers that ended early, came at once or without text, prompts of another length by the
+    server's count than asked, and first tokens that came before the latency was over."""
+    early = off = sooner = at_once = silent = 0
     for case in result.cases:
         asked = case.case.depth + case.case.prompt
         for sample in (sample for batch in case.batches for sample in batch.samples if sample.failure is None):
             early += (sample.completion_tokens or 0) < case.case.generate
             at_once += came_at_once(sample)
+            silent += bool(sample.completion_tokens) and sample.first_token_s is None
             off += case.case.phase == "request" and sample.prompt_tokens != asked
             if sample.first_token_s is not None:
                 sooner += 1000.0 * (sample.first_token_s - sample.start_s) <= result.latency_ms
@@ -59,6 +60,8 @@ def odd_answers(result: Result) -> list[str]:
             f"{at_once} answers came at once, faster than {HELD_BACK_TOKENS_PER_S:,.0f} tokens/s: something held them "
             "back. They have no decode rate, and their first token is as late as their last."
         )
+    if silent:
+        notes.append(f"{silent} answers brought no text, so that no moment of a token is known: they have no rates.")
     if off:
         notes.append(f"{off} prompts were not exactly as long as asked; rates use the true length.")
     if sooner:

@@ -114,14 +114,14 @@ def read_exchange(exchange: Exchange, began_s: float) -> tuple[Sample, tuple[Arr
 def arrivals(events: Sequence[Event], tokens: int) -> tuple[Arrival, ...]:
     """When the `tokens` of an answer arrived.
 
-    Exact where every event carries a running count. Otherwise each event with text is given an equal share, which is
-    right for a server that bundles evenly and off by at most one bundle for any other.
+    Exact where every event carries a running count that never falls. Otherwise each event with text is given an equal
+    share, which is right for a server that bundles evenly and off by at most one bundle for any other.
     """
-    if events and all(event.so_far is not None for event in events):
+    counts = [event.so_far for event in events if event.so_far is not None]
+    if counts and len(counts) == len(events) and counts == sorted(counts) and counts[-1] <= tokens:
         found: list[Arrival] = []
         before = 0
-        for event in events:
-            so_far = event.so_far or 0
+        for event, so_far in zip(events, counts, strict=True):
             if so_far > before:
                 found.append(Arrival(event.at_s, so_far - before))
                 before = so_far

@@ -173,7 +173,8 @@ def decode_rate(sample: Sample) -> float | None:
 
 def came_at_once(sample: Sample) -> bool:
     """True for an answer of several tokens whose arrivals say nothing of the speed at which they were made."""
-    return sample.failure is None and (sample.completion_tokens or 0) > 1 and _decoded(sample)[0] <= 0
+    several = sample.first_token_s is not None and (sample.completion_tokens or 0) > 1
+    return several and _decoded(sample)[0] <= 0
 
 
 def ttft_ms(sample: Sample) -> float | None:
