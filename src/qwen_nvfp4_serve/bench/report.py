@@ -58,7 +58,7 @@ def odd_answers(result: Result) -> list[str]:
     if at_once:
         notes.append(
             f"{at_once} answers came at once, faster than {HELD_BACK_TOKENS_PER_S:,.0f} tokens/s: something held them "
-            "back. They have no decode rate, and their first token is as late as their last."
+            "back. They have no rates, and their first token is as late as their last."
         )
     if silent:
         notes.append(f"{silent} answers brought no text, so that no moment of a token is known: they have no rates.")

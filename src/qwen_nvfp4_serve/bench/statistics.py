@@ -199,7 +199,7 @@ def _decoded(sample: Sample) -> tuple[float, float]:
 
 def _prefill_ms(sample: Sample, latency_s: float) -> float | None:
     # To the first token, where llama-benchy takes the first event: the same on vLLM, which sends none before it.
-    if sample.first_token_s is None:
+    if sample.first_token_s is None or came_at_once(sample):  # the first waited for the last
         return None
     return MS * max(0.0, sample.first_token_s - sample.start_s - latency_s)
 
@@ -213,7 +213,7 @@ def _prefill_rate(sample: Sample, latency_s: float, cached_tokens: int) -> float
 
 def _batch_prefill_rate(samples: Sequence[Sample], cached_tokens: int) -> float | None:
     ends = [sample.first_token_s for sample in samples if sample.first_token_s is not None]
-    if not ends:
+    if not ends or any(map(came_at_once, samples)):
         return None
     seconds = max(ends) - min(sample.start_s for sample in samples)
     tokens = sum((sample.prompt_tokens or 0) - cached_tokens for sample in samples)
