@@ -25,7 +25,8 @@ class Script:
     carry a running count. early_role: send the role of a chat answer before the prefill, not with the first token.
     held_back: send the events of an answer together when it is whole, as a proxy that buffers does.
     silent: tokens bring no text.
-    faults: what goes wrong with the n-th streamed request. true_rates: of each whole stream, from the server's own
+    faults: what goes wrong with the n-th streamed request. true_firsts: of each whole stream, seconds from the request
+    to the first token by the server's own clock. true_rates: of each whole stream, from the server's own
     clock: tokens after the first event over the time to the last.
     """
 
@@ -42,6 +43,7 @@ class Script:
     faults: dict[int, str] = field(default_factory=dict)
     streamed: int = 0
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    true_firsts: list[float] = field(default_factory=list)
     true_rates: list[float] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -98,7 +100,8 @@ class Handler(BaseHTTPRequestHandler):
         role = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
         if "messages" in body and script.early_role:
             self._event(role, prompt_tokens, 0, counts)
-        begin_s = time.perf_counter() + script.prefill_s
+        asked_s = time.perf_counter()
+        begin_s = asked_s + script.prefill_s
         sent = turn = first = 0
         sent_at: list[float] = []
         while sent < wanted:
@@ -116,6 +119,7 @@ class Handler(BaseHTTPRequestHandler):
             text = "" if script.silent else "x" * bundle
             delta: dict[str, Any] = {"delta": {"content": text}} if "messages" in body else {"text": text}
             self._event({"choices": [{**delta, "finish_reason": None}]}, prompt_tokens, sent, counts)
+        script.true_firsts.append(sent_at[0] - asked_s)
         if len(sent_at) > 1:
             script.true_rates.append((sent - first) / (sent_at[-1] - sent_at[0]))
         if fault != "no usage":
