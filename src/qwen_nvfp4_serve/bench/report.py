@@ -9,7 +9,7 @@ from pathlib import Path
 from qwen_nvfp4_serve.bench.published import Published
 from qwen_nvfp4_serve.bench.result import Result
 from qwen_nvfp4_serve.bench.rows import HEADERS, cell, settings_rows, spread_words, table_rows
-from qwen_nvfp4_serve.bench.statistics import HELD_BACK_TOKENS_PER_S, came_at_once
+from qwen_nvfp4_serve.bench.statistics import HELD_BACK_TOKENS, HELD_BACK_TOKENS_PER_S, came_at_once
 
 
 def markdown(result: Result, charts: Sequence[Path] = (), against: Sequence[Published] = ()) -> str:
@@ -58,7 +58,8 @@ def odd_answers(result: Result) -> list[str]:
     if at_once:
         notes.append(
             f"{at_once} answers came at once, faster than {HELD_BACK_TOKENS_PER_S:,.0f} tokens/s: something held them "
-            "back. They have no rates, and their first token is as late as their last."
+            f"back. They have no decode rate, and from {HELD_BACK_TOKENS} tokens on no prefill rate: the first one was "
+            "as late as the last."
         )
     if silent:
         notes.append(f"{silent} answers brought no text, so that no moment of a token is known: they have no rates.")

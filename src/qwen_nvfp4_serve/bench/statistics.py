@@ -15,6 +15,7 @@ from qwen_nvfp4_serve.bench.workload import Case, Workload
 PEAK_WINDOW_S = 1.0  # as llama-benchy
 # Faster than one stream of any server: what was seen is a delivery, by a proxy or a busy machine that held tokens back.
 HELD_BACK_TOKENS_PER_S = 5_000.0
+HELD_BACK_TOKENS = 16  # of fewer the first one may be late by no more than what any busy client adds
 MS = 1000.0
 
 
@@ -188,6 +189,11 @@ def tpot_ms(sample: Sample) -> float | None:
     return MS * seconds / tokens if tokens > 0 else None
 
 
+def _waited(sample: Sample) -> bool:
+    """True if the first token waited for the last, so that its time is not the prompt's."""
+    return came_at_once(sample) and (sample.completion_tokens or 0) >= HELD_BACK_TOKENS
+
+
 def _decoded(sample: Sample) -> tuple[float, float]:
     """Tokens after those of the first arrival and the seconds they took; none where they came at once."""
     if sample.first_token_s is None or sample.last_token_s is None:
@@ -199,7 +205,7 @@ def _decoded(sample: Sample) -> tuple[float, float]:
 
 def _prefill_ms(sample: Sample, latency_s: float) -> float | None:
     # To the first token, where llama-benchy takes the first event: the same on vLLM, which sends none before it.
-    if sample.first_token_s is None or came_at_once(sample):  # the first waited for the last
+    if sample.first_token_s is None or _waited(sample):
         return None
     return MS * max(0.0, sample.first_token_s - sample.start_s - latency_s)
 
@@ -213,7 +219,7 @@ def _prefill_rate(sample: Sample, latency_s: float, cached_tokens: int) -> float
 
 def _batch_prefill_rate(samples: Sequence[Sample], cached_tokens: int) -> float | None:
     ends = [sample.first_token_s for sample in samples if sample.first_token_s is not None]
-    if not ends or any(map(came_at_once, samples)):
+    if not ends or any(map(_waited, samples)):
         return None
     seconds = max(ends) - min(sample.start_s for sample in samples)
     tokens = sum((sample.prompt_tokens or 0) - cached_tokens for sample in samples)
