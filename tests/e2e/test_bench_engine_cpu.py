@@ -54,7 +54,7 @@ SPEC = EngineSpec(
     prefills=(64,),
     depths=(64,),
     rounds=2,
-    profile_tokens=16,
+    profile_tokens=64,  # a burst of other work in the short profile must not outweigh the steps between the two
     profile_streams=(1, STREAMS),
 )
 START_S = 240
