@@ -113,6 +113,11 @@ def test_peak_of_a_short_answer_is_its_rate_after_the_first_arrival() -> None:
     assert peak([Arrival(0.0, 4), Arrival(0.25, 4), Arrival(0.5, 4)]) == pytest.approx(16.0)
 
 
+def test_peak_of_many_short_answers_together_has_no_limit() -> None:
+    together = [Arrival(at / 100, 200.0) for at in range(11)]  # 200 streams of 100 tokens/s
+    assert peak(together) == pytest.approx(20_000)
+
+
 def test_spread_of_nothing_is_none_and_of_one_has_no_width() -> None:
     assert spread([]) is None
     one = spread([3.0])

@@ -68,6 +68,7 @@ def test_answers_that_came_at_once_have_no_rates_and_are_said(bundle: int, concu
     rates = (metrics.decode_total, metrics.decode_request, metrics.prefill_total, metrics.prefill_request)
     assert (*rates, metrics.tpot_ms, metrics.prefill_ms) == (None,) * 6
     assert metrics.peak_request is None
+    assert metrics.peak_total is None
     assert metrics.ttft_ms is not None
     assert metrics.ttft_ms.median >= 50
     assert goodput is not None

@@ -16,7 +16,7 @@ from qwen_nvfp4_serve.bench.machine import query_cards
 from qwen_nvfp4_serve.bench.prompts import LEAD, Prompt, Vocabulary, learn_vocabulary
 from qwen_nvfp4_serve.bench.result import FORMAT, CaseResult, Result
 from qwen_nvfp4_serve.bench.samples import Failure, read_exchange
-from qwen_nvfp4_serve.bench.statistics import Batch, goodput, measure, peak
+from qwen_nvfp4_serve.bench.statistics import Batch, came_at_once, goodput, measure, peak
 from qwen_nvfp4_serve.bench.subject import Subject, machine_of
 from qwen_nvfp4_serve.bench.workload import Case, Workload, cases
 
@@ -187,9 +187,10 @@ async def send_batch(target: Target, prompts: Sequence[Prompt], max_tokens: int)
     began_s = time.perf_counter()
     exchanges = await asyncio.gather(*(client.exchange(target, prompt, max_tokens) for prompt in prompts))
     read = [read_exchange(one, began_s) for one in exchanges]
-    peaks = [found for sample, arrivals in read if sample.failure is None and (found := peak(arrivals)) is not None]
+    steady = [arrivals for sample, arrivals in read if sample.failure is None and not came_at_once(sample)]
+    held_back = any(came_at_once(sample) for sample, _ in read)
     return Batch(
         samples=tuple(sample for sample, _ in read),
-        peak_tokens_per_s=peak(arrival for _, arrivals in read for arrival in arrivals),
-        request_peaks_tokens_per_s=tuple(peaks),
+        peak_tokens_per_s=None if held_back else peak(arrival for arrivals in steady for arrival in arrivals),
+        request_peaks_tokens_per_s=tuple(found for arrivals in steady if (found := peak(arrivals)) is not None),
     )

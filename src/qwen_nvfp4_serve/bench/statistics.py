@@ -36,7 +36,7 @@ class Spread:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Requests sent at the same moment. peaks: tokens/s of the busiest second, of all together and of each that
-    succeeded; None where no token's moment is known."""
+    succeeded; None where no token's moment is known, or where answers came at once."""
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -141,15 +141,13 @@ def goodput(workload: Workload, batches: Sequence[Batch]) -> Goodput | None:
 
 
 def peak(arrivals: Iterable[Arrival]) -> float | None:
-    """Tokens/s of the busiest second; of an answer shorter than a second, its rate after the first arrival, None where
-    it came at once."""
+    """Tokens/s of the busiest second; of an answer shorter than a second, its rate after the first arrival."""
     ordered = sorted(arrivals, key=lambda arrival: arrival.at_s)
     if len(ordered) < 2 or ordered[-1].at_s <= ordered[0].at_s:
         return None
     lasted_s = ordered[-1].at_s - ordered[0].at_s
     if lasted_s < PEAK_WINDOW_S:
-        rate = (sum(arrival.tokens for arrival in ordered) - ordered[0].tokens) / lasted_s
-        return rate if rate < HELD_BACK_TOKENS_PER_S else None
+        return (sum(arrival.tokens for arrival in ordered) - ordered[0].tokens) / lasted_s
     window: deque[Arrival] = deque()
     inside = most = 0.0
     for arrival in ordered:
