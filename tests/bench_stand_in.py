@@ -96,6 +96,8 @@ class Handler(BaseHTTPRequestHandler):
         counts = script.counts and fault != "no usage"
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
+        if fault not in ("", "no usage"):  # as it will: a client that was not told may use the connection once more
+            self.send_header("Connection", "close")
         self.end_headers()
         role = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
         if "messages" in body and script.early_role:
