@@ -241,7 +241,11 @@ def test_compare_says_what_else_differs_and_draws_both(tmp_path: Path) -> None:
     second = dataclasses.replace(second, server=dataclasses.replace(second.server, kernels=("Using ours",)))
     assert [name for name, *_ in differences(first, second)] == ["kernels"]
     found = compare(first, second)
-    assert "| tg32 (c1) t/s |" in comparison_markdown(first, second, found)
+    page = comparison_markdown(first, second, found)
+    assert "| tg32 (c1) t/s |" in page
+    assert f"Both on: **{first.card}**.\n" in page
+    assert "ratio: ours over stock" in page
+    assert "\n\n\n" not in comparison_markdown(first, first, compare(first, first))
     assert min(size_of(draw_comparison(first, second, found, tmp_path))) > 400
 
 

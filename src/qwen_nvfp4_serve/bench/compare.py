@@ -154,16 +154,18 @@ def differences(first: Result, second: Result) -> tuple[tuple[str, str, str], ..
 def comparison_markdown(first: Result, second: Result, found: tuple[Comparison, ...]) -> str:
     """The page of a comparison."""
     lines = [f"# {second.label} against {first.label}", ""]
-    for name, here, there in differences(first, second):
-        lines.append(f"- {name} differs: {here} and {there}")
-    lines += [f"- {name} is left out: nothing measured by {lacking}" for name, lacking in left_out(first, second)]
-    lines += ["", f"| test | {first.label} | {second.label} | ratio | |", "|:--|--:|--:|--:|:--|"]
-    for one in found:
-        lines.append(f"| {one.name} | {cell(one.first)} | {cell(one.second)} | {one.ratio_words} | {one.verdict} |")
+    one, other = f"**{first.card}**", f"**{second.card}**"
+    lines += [f"Both on: {one}." if one == other else f"{first.label} on: {one}; {second.label} on: {other}.", ""]
+    said = [f"- {name} differs: {here} and {there}" for name, here, there in differences(first, second)]
+    said += [f"- {name} is left out: nothing measured by {lacking}" for name, lacking in left_out(first, second)]
+    lines += [*said, ""] if said else []
+    lines += [f"| test | {first.label} | {second.label} | ratio | |", "|:--|--:|--:|--:|:--|"]
+    for row in found:
+        lines.append(f"| {row.name} | {cell(row.first)} | {cell(row.second)} | {row.ratio_words} | {row.verdict} |")
     note = f"Median ± standard deviation; a ratio within {NOISE:g} standard deviations of 1 is noise."
-    if any(one.ratio_std is None for one in found):
+    if any(row.ratio_std is None for row in found):
         note = "Where a figure is of one run nothing tells a difference from noise: measure with more --runs."
-    lines += ["", note, ""]
+    lines += ["", f"{note} ratio: {second.label} over {first.label}; of times a smaller one is better.", ""]
     return "\n".join(lines) + "\n![comparison](compare.png)\n"
 
 
