@@ -316,6 +316,7 @@ def test_landscape_of_the_5090_has_both_seeds_and_the_bounds(tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     done = command("published", "rtx-5090", "--out", "results", folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "results/rtx-5090.md" in done.stdout
     page = (tmp_path / "results" / "rtx-5090.md").read_text()
     for words in (
         "| 35B stack (Marlin) | 196 at 4K; 156 at 256K | 21,000 at 4K; 5,000 at 256K |",

@@ -238,12 +238,15 @@ def published_figures(
     """Write what others published for a card beside what its bandwidth allows; measures nothing."""
     from qwen_nvfp4_serve.bench.files import write_whole, writing
     from qwen_nvfp4_serve.bench.landscape import draw_landscape, landscape_markdown
+    from qwen_nvfp4_serve.cli.bench_screen import screen
     from qwen_nvfp4_serve.gpus import find_gpu
 
     row = find_gpu(card)
     with writing(out):
         chart = draw_landscape(row, out)
-        write_whole(out / f"{row.name}.md", landscape_markdown(row, chart).encode())
+        page = out / f"{row.name}.md"
+        write_whole(page, landscape_markdown(row, chart).encode())
+    screen().print(f"wrote {page} and its chart", markup=False)
 
 
 @group.command("record")
