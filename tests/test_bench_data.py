@@ -309,6 +309,7 @@ def test_kernel_lines_keep_each_choice_once_without_its_prefix() -> None:
         "(EngineCore pid=7) INFO 11-30 10:00:00 [cpu.py:104] Using MarlinKernel for NVFP4 GEMM\n"
         "(Worker pid=9) INFO 11-30 10:00:01 [cpu.py:104] Using MarlinKernel for NVFP4 GEMM\n"
         "INFO 11-30 10:00:02 [api_server.py:1] Started server process\n"
+        "(EngineCore pid=7) INFO 11-30 10:00:00 [registry.py:92] Patch qwen3-output: not needed (no HTTP here)\n"
     )
     assert kernel_lines(log) == ("Using MarlinKernel for NVFP4 GEMM",)
 

@@ -14,9 +14,11 @@ from qwen_nvfp4_serve.errors import UsageError
 from qwen_nvfp4_serve.smoke import Server
 
 PROBE_TIMEOUT_S = 10.0
-# Lines in which vLLM 0.32 and 0.33 and this project's plugin say which implementation they took.
+# Lines in which vLLM 0.32 and 0.33 and this project's plugin say which implementation they took. A patch that one
+# process does not need may serve in another: that line says nothing.
 KERNEL_LINE = re.compile(
-    r"(?:Using|Selected) .*(?:kernel|backend|attention|experts)|Patch [\w-]+: |torch\.ops\.qwen_nvfp4", re.IGNORECASE
+    r"(?:Using|Selected) .*(?:kernel|backend|attention|experts)|Patch [\w-]+: (?!not needed)|torch\.ops\.qwen_nvfp4",
+    re.IGNORECASE,
 )
 READY_LINE = re.compile(r"^\[qwen-nvfp4 +(\d+(?:\.\d+)?)s\] READY:", re.MULTILINE)
 LINE_PREFIX = re.compile(r"^.*?\[[\w.]+:\d+\]\s*")  # `(EngineCore pid=7) INFO 11-30 10:00:00 [cpu.py:104] `
