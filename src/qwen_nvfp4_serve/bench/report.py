@@ -59,7 +59,7 @@ def odd_answers(result: Result) -> list[str]:
         notes.append(
             f"{at_once} answers came at once, faster than {HELD_BACK_TOKENS_PER_S:,.0f} tokens/s: something held them "
             f"back. They have no decode rate, and from {HELD_BACK_TOKENS} tokens on no prefill rate: the first one was "
-            "as late as the last."
+            "as late as the last. ttfr and e2e_ttft have them as they came."
         )
     if silent:
         notes.append(f"{silent} answers brought no text, so that no moment of a token is known: they have no rates.")
