@@ -270,6 +270,18 @@ def test_record_page_says_where_the_core_ran_once_a_size(tmp_path: Path) -> None
     ]
 
 
+def test_record_page_names_the_kernels_that_vllm_was_told_to_use(tmp_path: Path) -> None:
+    def marlin(found: EngineResult) -> EngineResult:
+        told = found.runs[0].options | {"linear_backend": "marlin", "moe_backend": "marlin"}
+        return replace(found, runs=(replace(found.runs[0], options=told),))
+
+    take(visit(tmp_path / "visit", stock=marlin), tmp_path, H200)
+    take(visit(tmp_path / "other", "27b"), tmp_path, H200)
+    page = record_markdown(read_card_record(tmp_path, H200), H200)
+    said = "vLLM was told which of its kernels to use for stock: linear_backend marlin, moe_backend marlin."
+    assert page.count("was told which of its kernels") == page.count(said) == 1
+
+
 def test_record_page_names_the_rates_that_scatter(tmp_path: Path) -> None:
     def scattered(found: EngineResult) -> EngineResult:
         """Standard deviations of 5.1 % and 4.9 % of the median."""

@@ -36,6 +36,7 @@ KERNEL_KINDS: tuple[tuple[str, str], ...] = (
     ("copy and cast", r"copy|cast|fill|memset|memcpy"),
 )
 OTHER_KIND = "other"
+BACKEND_OPTIONS = ("linear_backend", "moe_backend")  # of vllm.LLM: whose kernels compute, instead of vLLM's own choice
 SCATTER = 0.05  # standard deviation over median
 OVERLAP = "A kernel that starts before the one ahead has ended counts its waiting here: the times"
 STAYING = "Requests reach the core one by one, and a prefill may stay in a profile of several streams: such times"
@@ -74,7 +75,7 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
     lines += [", ".join(where if result.code is None else [*where, f"code {result.code}"]), ""]
     lines += [] if model is None else [weights_line(model, result.runs), ""]
     lines += [core_line(result.runs), "", *rates_table(result, model), ""]
-    for said in (scatter_line(result.runs), prefill_line(result.runs)):
+    for said in (backends_line(result.runs), scatter_line(result.runs), prefill_line(result.runs)):
         lines += [said, ""] if said else []
     lines += clocks_section({run.label: run.clocks for run in result.runs})
     for run in result.runs:
@@ -112,6 +113,15 @@ def core_line(runs: Sequence[EngineRun]) -> str:
     if len(same) == 1:
         return places[same.pop()] + "."
     return " ".join(f"{places[run.core_process]}: {run.label}." for run in runs)
+
+
+def backends_line(runs: Sequence[EngineRun]) -> str | None:
+    """Which of vLLM's kernels a configuration named, where any did: vLLM's own choice may be another."""
+    places = []
+    for run in runs:
+        told = [f"{name} {run.options[name]}" for name in BACKEND_OPTIONS if name in run.options]
+        places += [f"{run.label}: {', '.join(told)}"] if told else []
+    return f"vLLM was told which of its kernels to use for {'; '.join(places)}." if places else None
 
 
 def scatter_line(runs: Sequence[EngineRun]) -> str | None:

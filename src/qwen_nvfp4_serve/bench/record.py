@@ -10,6 +10,7 @@ from pathlib import Path
 from qwen_nvfp4_serve.bench.clocks import cap_line, unrecorded_line
 from qwen_nvfp4_serve.bench.engine import EngineResult, dump_engine, parse_engine, read_engine
 from qwen_nvfp4_serve.bench.engine_page import (
+    backends_line,
     core_line,
     engine_markdown,
     prefill_line,
@@ -160,7 +161,8 @@ def record_markdown(record: Sequence[Recorded], card: GpuRow) -> str:
         lines += [*rates_table(one.result, one.model), ""]
         clocks = {run.label: run.clocks for run in one.result.runs}
         said_of_clocks = (cap_line(clocks), unrecorded_line(clocks))
-        for said in (scatter_line(one.result.runs), prefill_line(one.result.runs), *said_of_clocks):
+        said_of_runs = (backends_line(one.result.runs), scatter_line(one.result.runs), prefill_line(one.result.runs))
+        for said in (*said_of_runs, *said_of_clocks):
             lines += [said, ""] if said else []
         lines += [f"Options, and every kind of kernel of a decode step: [{page}]({page}).", ""]
     other = find_gpu(BESIDE)
