@@ -142,7 +142,7 @@ RECOMMENDED_35B: tuple[Recommendation, ...] = (
         gpu="rtx-5090",
         seqs=4,
         batched_tokens=4096,
-        reason="one 262,144-token request takes 2.64 GiB; 12,288 batched tokens once ran 27 times slower on this card",
+        reason="one 262,144-token request takes 2.64 GiB; others saw prefill 27 times slower here at 12,288 batched",
     ),
     Recommendation(gpu="rtx-pro-6000", seqs=32, batched_tokens=8192, reason=_FITS_ALL),
     Recommendation(
