@@ -14,6 +14,7 @@ from typing import Any
 from tests.http_stand_in import running
 
 MAX_MODEL_LEN = 100_000
+WHOLE = ("", "no usage", "held back")  # faults of streams that end as they should
 METRICS = 'vllm:cache_config_info{block_size="16",cache_dtype="fp8",enable_prefix_caching="True"} 1.0\n'
 
 
@@ -23,9 +24,9 @@ class Script:
 
     bundles: tokens of each stream event in turn, repeated. prefill_s: pause before the first. counts: whether events
     carry a running count. early_role: send the role of a chat answer before the prefill, not with the first token.
-    held_back: send the events of an answer together when it is whole, as a proxy that buffers does.
     silent: tokens bring no text.
-    faults: what goes wrong with the n-th streamed request. true_firsts: of each whole stream, seconds from the request
+    faults: what goes wrong with the n-th streamed request; "held back" sends its events together when it is whole, as a
+    proxy that buffers does. true_firsts: of each whole stream, seconds from the request
     to the first token by the server's own clock. true_rates: of each whole stream, from the server's own
     clock: tokens after the first event over the time to the last.
     """
@@ -38,7 +39,6 @@ class Script:
     overhead: int = 3
     dear_words: bool = False
     early_role: bool = False
-    held_back: bool = False
     silent: bool = False
     faults: dict[int, str] = field(default_factory=dict)
     streamed: int = 0
@@ -92,11 +92,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _stream(self, body: dict[str, Any], prompt_tokens: int, fault: str) -> None:
         script, wanted = self.script, body["max_tokens"]
-        self.held: list[bytes] = []
+        self.held: list[bytes] | None = [] if fault == "held back" else None
         counts = script.counts and fault != "no usage"
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
-        if fault not in ("", "no usage"):  # as it will: a client that was not told may use the connection once more
+        if fault not in WHOLE:  # as it will: a client that was not told may use the connection once more
             self.send_header("Connection", "close")
         self.end_headers()
         role = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
@@ -110,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             bundle = min(script.bundles[turn % len(script.bundles)], wanted - sent)
             due_s = begin_s + sent / script.tokens_per_s
             time.sleep(max(0.0, due_s - time.perf_counter()))
-            if fault not in ("", "no usage") and sent >= wanted // 2:
+            if fault not in WHOLE and sent >= wanted // 2:
                 self._fail(fault)
                 return
             if "messages" in body and not sent and not script.early_role:
@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
             usage = {"prompt_tokens": prompt_tokens, "completion_tokens": sent}
             self._chunk(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n")
         self._chunk("data: [DONE]\n\n")
-        self.wfile.write(b"".join(self.held))
+        self.wfile.write(b"".join(self.held or ()))
         self.wfile.write(b"0\r\n\r\n")
 
     def _fail(self, fault: str) -> None:
@@ -148,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _chunk(self, text: str) -> None:
         chunk = f"{len(text):x}\r\n{text}\r\n".encode()
-        if self.script.held_back:
+        if self.held is not None:
             self.held.append(chunk)
             return
         try:

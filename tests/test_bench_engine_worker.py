@@ -21,6 +21,14 @@ from qwen_nvfp4_serve.bench.engine import (
 )
 
 
+def run_worker(folder: Path, spec: EngineSpec, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The worker, to its end, in a folder with the stand-in; it leaves engine.json there."""
+    (folder / "spec.json").write_bytes(dump_spec(spec))
+    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
+    environment = os.environ | {"PYTHONPATH": before_all(folder)} | variables
+    return subprocess.run(worker, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
 def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
     install_stand_in(tmp_path)
     spec = EngineSpec(
@@ -35,10 +43,7 @@ def test_engine_worker_measures_each_configuration(tmp_path: Path) -> None:
         profile_tokens=8,
         profile_streams=(1, 8),
     )
-    (tmp_path / "spec.json").write_bytes(dump_spec(spec))
-    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    environment = os.environ | {"PYTHONPATH": before_all(tmp_path)}
-    done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = run_worker(tmp_path, spec)
     assert done.returncode == 0, done.stderr
     slow, fast = read_engine(tmp_path / "engine.json").runs
     assert slow.decode[1].median == pytest.approx(200, rel=0.1)
@@ -100,10 +105,7 @@ def test_engine_worker_starts_again_from_the_caches_of_its_first_start(tmp_path:
         profile_tokens=0,
         restarts=2,
     )
-    (tmp_path / "spec.json").write_bytes(dump_spec(spec))
-    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    environment = os.environ | {"PYTHONPATH": before_all(tmp_path), "VLLM_CACHE_ROOT": str(tmp_path)}
-    done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = run_worker(tmp_path, spec, VLLM_CACHE_ROOT=str(tmp_path))
     assert done.returncode == 0, done.stderr
     one, two = read_engine(tmp_path / "engine.json").runs
     assert (one.cold, two.cold) == (True, False)  # the second finds what the first compiled
@@ -125,10 +127,7 @@ def test_engine_worker_measures_our_kernels_beside_stock_whatever_the_environmen
         profile_tokens=0,
         restarts=1,
     )
-    (tmp_path / "spec.json").write_bytes(dump_spec(spec))
-    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    environment = os.environ | {"PYTHONPATH": before_all(tmp_path), "QWEN_NVFP4_BACKEND": "hybrid"}
-    done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = run_worker(tmp_path, spec, QWEN_NVFP4_BACKEND="hybrid")
     assert done.returncode == 0, done.stderr
     stock, hybrid, told = read_engine(tmp_path / "engine.json").runs
     for run, rate in ((stock, 200), (hybrid, 400), (told, 400)):
@@ -141,10 +140,7 @@ def test_engine_worker_measures_our_kernels_beside_stock_whatever_the_environmen
 def test_engine_worker_ends_where_the_process_of_a_configuration_fails(tmp_path: Path) -> None:
     install_stand_in(tmp_path)
     options = {"nvfp4_backend": "hybrid", "wrong": "no such thing"}
-    (tmp_path / "spec.json").write_bytes(dump_spec(EngineSpec(model_folder="m", configurations={"ours": options})))
-    worker = [sys.executable, "-m", "qwen_nvfp4_serve.bench.engine_worker", "spec.json", "engine.json"]
-    environment = os.environ | {"PYTHONPATH": before_all(tmp_path)}
-    done = subprocess.run(worker, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = run_worker(tmp_path, EngineSpec(model_folder="m", configurations={"ours": options}))
     assert done.returncode == 1
     *_, first, last = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert first.startswith("error: engine bench: seen ValueError: no such thing")

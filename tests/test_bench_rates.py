@@ -62,7 +62,8 @@ def test_decode_rate_of_four_streams_is_four_times_one() -> None:
 @pytest.mark.parametrize("concurrency", [1, 3])
 @pytest.mark.parametrize("bundle", [1, 64], ids=["burst", "one event"])
 def test_answers_that_came_at_once_have_no_rates_and_are_said(bundle: int, concurrency: int) -> None:
-    script = Script(bundles=(bundle,), held_back=True, prefill_s=0.05)
+    held_back = dict.fromkeys(range(2 * concurrency), "held back")
+    script = Script(bundles=(bundle,), faults=held_back, prefill_s=0.05)
     result = bench(script, concurrencies=(concurrency,), tpot_limit_ms=100.0)
     metrics, goodput = only(result).metrics, only(result).goodput
     rates = (metrics.decode_total, metrics.decode_request, metrics.prefill_total, metrics.prefill_request)
@@ -74,8 +75,16 @@ def test_answers_that_came_at_once_have_no_rates_and_are_said(bundle: int, concu
     assert goodput is not None
     assert goodput.good == goodput.requests
     page = markdown(result)
-    assert f"{2 * concurrency} answers came at once, faster than 5,000 tokens/s" in page
+    assert f"{2 * concurrency} answers came at once, whole or faster than 5,000 tokens/s" in page
     assert "ttfr and e2e_ttft have them as they came" in page
+
+
+def test_batch_in_which_one_answer_came_at_once_has_no_rates_of_all_together() -> None:
+    metrics = only(bench(Script(faults={0: "held back"}), concurrencies=(2,), runs=1)).metrics
+    assert (metrics.decode_total, metrics.peak_total, metrics.prefill_total) == (None, None, None)
+    for value in (metrics.decode_request, metrics.peak_request, metrics.prefill_request):
+        assert value is not None
+        assert len(value.values) == 1  # the other's
 
 
 def test_answers_without_text_are_said_not_to_have_come_at_once() -> None:

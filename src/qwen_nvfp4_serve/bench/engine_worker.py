@@ -91,36 +91,35 @@ def main() -> None:
 
 def run_of(spec: EngineSpec, label: str, folder: Path, gate: str | None) -> EngineRun:
     """The run of `label`, measured here, or in a process of its own where it names its NVFP4 kernels."""
+    options = spec.configurations[label]
+    if BACKEND in options:
+        return in_new_process(spec, label, folder, gate)
+    return measure(spec, label, options, gate)
+
+
+def in_new_process(spec: EngineSpec, label: str, folder: Path, gate: str | None = None) -> EngineRun:
+    """The run of `label` in a process of its own, which finds its NVFP4 kernels named from its start. folder: for the
+    files of both."""
     options = dict(spec.configurations[label])
     backend = options.pop(BACKEND, None)
-    if backend is None:
-        return measure(spec, label, options, gate)
-    run = in_new_process(replace(spec, configurations={label: options}, restarts=0), folder, backend, gate)
-    return replace(run, options=run.options | {BACKEND: backend})
-
-
-def in_new_process(spec: EngineSpec, folder: Path, backend: str | None = None, gate: str | None = None) -> EngineRun:
-    """The one run of `spec` in a process of its own. folder: for its files. backend: None as the environment says."""
     spec_file, result_file = folder / "spec.json", folder / "result.json"
-    spec_file.write_bytes(dump_spec(spec))
+    spec_file.write_bytes(dump_spec(replace(spec, configurations={label: options}, restarts=0)))
     words = [sys.executable, "-m", MODULE, str(spec_file), str(result_file), *([gate] if gate else [])]
     environment = os.environ | {SCRATCH: str(folder)} | ({BACKEND_VARIABLE: backend} if backend else {})
     code = subprocess.run(words, env=environment, check=False, preexec_fn=die_with_parent).returncode
     if code != 0:
-        label = next(iter(spec.configurations))
         raise QwenNvfp4Error(f"the engine of {label}", seen=f"exit code {code}", do="Its output is above.")
-    return read_engine(result_file).runs[0]
+    (run,) = read_engine(result_file).runs
+    return replace(run, options=run.options | {BACKEND: backend}) if backend else run
 
 
 def restart_seconds(spec: EngineSpec, label: str, folder: Path) -> tuple[float, ...]:
     """How long each new process takes to have the engine of `label` up; it answers once and ends."""
-    options = dict(spec.configurations[label])
-    backend = options.pop(BACKEND, None)
     nothing: tuple[int, ...] = ()
-    bare = replace(spec, streams=nothing, prefills=nothing, depths=nothing, profile_tokens=0, restarts=0)
+    bare = replace(spec, streams=nothing, prefills=nothing, depths=nothing, profile_tokens=0)
     found = []
     for _ in range(spec.restarts):
-        found.append(in_new_process(replace(bare, configurations={label: options}), folder, backend).load_s)
+        found.append(in_new_process(bare, label, folder).load_s)
         print(f"{label}: started again in {found[-1]:.0f} s", flush=True)
     return tuple(found)
 

@@ -57,9 +57,9 @@ def odd_answers(result: Result) -> list[str]:
     notes = [f"{early} answers ended before the tokens asked for."] if early else []
     if at_once:
         notes.append(
-            f"{at_once} answers came at once, faster than {HELD_BACK_TOKENS_PER_S:,.0f} tokens/s: something held them "
-            f"back. They have no decode rate, and from {HELD_BACK_TOKENS} tokens on no prefill rate: the first one was "
-            "as late as the last. ttfr and e2e_ttft have them as they came."
+            f"{at_once} answers came at once, whole or faster than {HELD_BACK_TOKENS_PER_S:,.0f} tokens/s: as one "
+            f"bundle, or held back. They have no decode rate, and from {HELD_BACK_TOKENS} tokens on no prefill rate: "
+            "the first one was as late as the last. ttfr and e2e_ttft have them as they came."
         )
     if silent:
         notes.append(f"{silent} answers brought no text, so that no moment of a token is known: they have no rates.")

@@ -103,7 +103,7 @@ def _warnings(sizing: Sizing) -> list[str]:
     small = request.gpu is not None and request.gpu.memory_bytes < LARGE_CARD_BYTES
     if small and sizing.batched_tokens >= SLOW_BATCHED_TOKENS:
         warnings.append(
-            f"max_num_batched_tokens {sizing.batched_tokens:,}: an RTX 5090 of others was 27 times slower at 12,288"
+            f"max_num_batched_tokens {sizing.batched_tokens:,}: others saw an RTX 5090 27 times slower at 12,288"
         )
     if request.speculative_tokens and request.model.dims.is_moe:
         warnings.append("speculation on a mixture of experts was measured as a net loss in vLLM: compare it with 0")
