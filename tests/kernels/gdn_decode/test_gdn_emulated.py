@@ -78,6 +78,18 @@ def test_bias_and_bf16_gate_parameters_are_taken(library: ctypes.CDLL, early: bo
     Run(library, step).check(step, early=early)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_states_that_would_fill_the_cache_pass_through_it(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """The emulated card's L2 has 1 MiB: more than a quarter are the states of five heads in float32."""
+    staying = 1 if dtype == FP32 else 2  # tokens of four heads
+    library.passing_stores()
+    for tokens in (staying, staying + 1):
+        step = made_step(list(range(1, tokens + 1)), Form(1, 4, dtype))
+        Run(library, step).check(step)
+        pieces = tokens * 4 * 128 * 128 * step.state.element_size() // 16
+        assert library.passing_stores() == (pieces if tokens > staying else 0)
+
+
 def test_tokens_of_no_request_leave_states_alone_and_give_zero(library: ctypes.CDLL) -> None:
     step = made_step([0, 4, -1, 2, 0], Form(1, 1))
     Run(library, step).check(step)

@@ -158,32 +158,47 @@ def rtx_5090(library: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
     library.choose_card(0)
 
 
-def chosen(library: ctypes.CDLL, case: Case, m: int) -> binding.LinearVariant:
-    """The variant that serves a call, by the threads and the shared memory that it was launched with."""
-    case.run(library, m, -1)
+def chosen(library: ctypes.CDLL, n: int, k: int, m: int) -> binding.LinearVariant:
+    """The variant that would serve a call, by the threads and the shared memory that are asked for. Nothing runs."""
+    library.run_launches(0)
+    try:
+        call = binding.LinearCall(x_stride=k, y_stride=n, m=m, n=n, k=k, variant=-1)
+        assert library.nvfp4_linear(ctypes.byref(call), None) == 0
+    finally:
+        library.run_launches(1)
     seen = (library.last_threads(), library.last_shared_bytes())
     found = [
         row
         for row in binding.variants(library)
-        if (row.warps * 32, row.shared_bytes) == seen and row.tokens >= m and case.x.shape[1] % row.step_columns == 0
+        if (row.warps * 32, row.shared_bytes) == seen and row.tokens >= m and k % row.step_columns == 0
     ]
     return found[0]
 
 
 def test_an_h200_takes_products_of_four_warps_beyond_16_tokens(library: ctypes.CDLL) -> None:
-    few, many = Case(128, 128), Case(8200, 128)
+    few, many = (5120, 6144), (5120, 17408)
     for m in (1, 8, 16):
-        assert chosen(library, few, m).capability == 0
-    for m in (17, 24, 25, 32, 33, 48, 49, 64):
-        assert chosen(library, few, m).capability == 90
-    assert [chosen(library, few, m).rows for m in (32, 48, 64)] == [256, 384, 256]
-    assert [chosen(library, many, m).rows for m in (32, 48, 64)] == [384, 384, 384]
+        assert chosen(library, *few, m).capability == chosen(library, *many, m).capability == 0
+    beyond = (17, 24, 25, 32, 33, 48, 49, 64)
+    for size in (few, many):
+        assert {chosen(library, *size, m).capability for m in beyond} == {90}
+    assert [chosen(library, *few, m).rows for m in beyond] == [256] * 8
+    assert [chosen(library, *many, m).rows for m in beyond] == [384] * 8
+    assert [chosen(library, *few, m).tokens for m in beyond] == [32, 32, 32, 32, 48, 48, 64, 64]
+    assert [chosen(library, *many, m).tokens for m in beyond] == [24, 24, 32, 32, 48, 48, 64, 64]
+
+
+def test_few_weights_are_shared_out_in_smaller_blocks(library: ctypes.CDLL) -> None:
+    few, many = (5120, 6144), (5120, 17408)
+    assert [chosen(library, *few, m).warps for m in (1, 4, 8, 16)] == [8, 8, 8, 8]
+    assert [chosen(library, *many, m).warps for m in (1, 4, 8, 16)] == [16, 16, 8, 16]
+    assert chosen(library, 2**18, 2**14, 16).warps == 16, "more weights than 32 bits count"
 
 
 def test_another_card_takes_none_of_them_and_refuses_to_be_asked(rtx_5090: ctypes.CDLL) -> None:
     case = Case(128, 256)
     for m in (1, 4, 8, 16, 17, 24, 32, 48, 64):
-        assert chosen(rtx_5090, case, m).capability == 0
+        assert chosen(rtx_5090, *case.weight.packed.shape[:1], 256, m).capability == 0
     for index, row in enumerate(binding.variants(rtx_5090)):
         error, y = case.call(rtx_5090, row.tokens, index)
         assert (error == 0) == row.takes(row.tokens, 256, RTX_5090)

@@ -15,28 +15,6 @@ RESULT = json.loads((ROOT / "docs/results/linear-h200.json").read_text())
 TEXT = "\n".join(page.read_text() for page in sorted((ROOT / "docs").glob("kernels*.md")))
 
 
-def name(variant: dict[str, int]) -> str:
-    parts, kib = variant["step_columns"] // 128, variant["shared_bytes"] // 1024
-    kind = "wg" if variant["capability"] else ""
-    return f"P{parts}t{variant['tokens']}w{variant['warps']}b{variant['blocks']}sm{kib}{kind}"
-
-
-def chosen(n: int, k: int, m: int) -> str:
-    """What the table takes on a card of capability 9.0, as linear.cu does."""
-    return next(
-        name(variant)
-        for variant in RESULT["variants"]
-        if m <= variant["tokens"] and k % variant["step_columns"] == 0 and n <= (variant["most_rows"] or n)
-    )
-
-
-def test_times_of_now_are_of_the_variants_that_the_table_takes() -> None:
-    few = RESULT["tried"][sweeps.FEW]
-    sizes = {row["shape"]: (row["n"], row["k"]) for row in RESULT["rows"]}
-    for layer, times in few["layers"].items():
-        assert times["variants"] == [chosen(*sizes[layer], m) for m in few["tokens"]]
-
-
 def test_projection_behind_dependent_kernels_is_that_of_the_record() -> None:
     kernels = RESULT["tried"][sweeps.STACK]["kernels"]
     dependent, plain = (kernels[form]["gdn_qkvz (torch)"] for form in ("ours as served", "ours"))

@@ -284,6 +284,15 @@ void __stcg(T* p, const T& value) {
     if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) std::abort();
     emulated::self().stores.open.push_back([=] { *p = value; });
 }
+// A store that lets the line go first; how many came is counted.
+namespace emulated {
+inline int passing_stores = 0;
+}
+template <class T>
+void __stcs(T* p, const T& value) {
+    ++emulated::passing_stores;
+    __stcg(p, value);
+}
 using std::isfinite;
 using std::max;
 using std::min;
@@ -293,7 +302,7 @@ using cudaError_t = int;
 using cudaStream_t = void*;
 constexpr int cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidDevice = 101;
 constexpr int cudaDevAttrMultiProcessorCount = 16, cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76;
-constexpr int cudaDevAttrMaxSharedMemoryPerBlockOptin = 97, cudaFuncAttributeMaxDynamicSharedMemorySize = 8;
+constexpr int cudaDevAttrL2CacheSize = 38, cudaDevAttrMaxSharedMemoryPerBlockOptin = 97, cudaFuncAttributeMaxDynamicSharedMemorySize = 8;
 constexpr int cudaLaunchAttributeProgrammaticStreamSerialization = 6;
 struct cudaLaunchAttribute {
     int id;
@@ -315,12 +324,15 @@ struct Card {
 };
 constexpr Card cards[] = {{9, 227 * 1024, 228 * 1024}, {12, 99 * 1024, 100 * 1024}};
 inline int card = 0;
+constexpr int l2_bytes = 1 << 20;
 inline size_t last_shared_bytes = 0;
+inline bool launches_run = true;  // or are only noted
 }  // namespace emulated
 inline int cudaGetDevice(int* device) { return *device = emulated::card, 0; }
 inline int cudaDeviceGetAttribute(int* value, int attribute, int device) {
     *value = attribute == cudaDevAttrMultiProcessorCount            ? 9
              : attribute == cudaDevAttrComputeCapabilityMajor       ? emulated::cards[device].major
+             : attribute == cudaDevAttrL2CacheSize                  ? emulated::l2_bytes
              : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulated::cards[device].block_shared_bytes
                                                                     : 0;
     return 0;
@@ -339,6 +351,7 @@ template <class Kernel, class... Params>
 int cudaLaunchKernelEx(const cudaLaunchConfig_t* config, Kernel kernel, const Params&... params) {
     gridDim = config->gridDim, blockDim = config->blockDim;
     emulated::last_shared_bytes = config->dynamicSmemBytes;
+    if (!emulated::launches_run) return cudaSuccess;
     for (unsigned block = 0; block < gridDim.x * gridDim.y; ++block) {
         blockIdx.x = block % gridDim.x, blockIdx.y = block / gridDim.x;
         emulated::dynamic.assign(config->dynamicSmemBytes / sizeof(uint4) + 1, make_uint4(~0u, ~0u, ~0u, ~0u));  // NaN

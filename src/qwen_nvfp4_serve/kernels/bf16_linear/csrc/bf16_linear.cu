@@ -8,11 +8,11 @@
 #include "device.cuh"
 
 #if !defined(BF16_VARIANTS)
-// Tiles of tokens, rows of a block, 16-byte loads of a row in a batch, batches under way, warps, CTAs per multiprocessor,
-// and whether it is for few rows. Chosen from all that were measured: docs/kernels-linear.md.
-#define BF16_VARIANTS                                                                            \
-    variant<1, 8, 4, 3, 8, 2>(true), variant<2, 16, 2, 2, 16, 1>(true), variant<1, 16, 2, 2, 8, 3>(false), \
-        variant<2, 16, 2, 2, 8, 2>(false)
+// Tokens, rows of a block, 16-byte loads of a row in a batch, batches under way, warps, CTAs per multiprocessor, and
+// whether it is for few rows. Chosen from all that were measured: docs/kernels-linear.md.
+#define BF16_VARIANTS                                                                                   \
+    variant<4, 8, 4, 3, 8, 2>(true), variant<8, 8, 4, 3, 8, 2>(true), variant<16, 16, 2, 2, 16, 1>(true), \
+        variant<4, 16, 2, 2, 8, 3>(false), variant<8, 16, 2, 2, 8, 3>(false), variant<16, 16, 2, 2, 8, 2>(false)
 #endif
 
 #include <cuda_bf16.h>
@@ -33,14 +33,21 @@ struct DenseParams {
     int blocks, batches;  // blocks of rows, batches of columns
 };
 
-// Tiles: MMA tiles of 8 tokens. Rows: 8 or 16, of the MMA's 16. Loads: of each row, in a batch. Depth: batches under way.
-template <int Tiles, int Rows, int Loads, int Depth, int Warps>
+// Rows: 8 or 16, of the MMA's 16. Loads: of each row, in a batch. Depth: batches under way.
+template <int Tokens, int Rows, int Loads, int Depth, int Warps>
 struct DenseShape {
-    static constexpr int tiles = Tiles, rows = Rows, halves = Rows / 8, loads = Loads, depth = Depth, warps = Warps;
-    static constexpr int tokens = Tiles * 8, warp_columns = Loads * 4 * kChunk, batch_columns = Warps * warp_columns;
+    // Beside activations of so few tokens, weights may stay in the first cache until the other half of their line is asked for.
+    static constexpr bool few_tokens = Tokens <= 4;
+    static constexpr int tiles = (Tokens + 7) / 8, rows = Rows, halves = Rows / 8, loads = Loads, depth = Depth, warps = Warps;
+    static constexpr int tokens = tiles * 8, warp_columns = Loads * 4 * kChunk, batch_columns = Warps * warp_columns;
     static constexpr int token_floats = Rows + 4;  // apart from each other's banks
     static constexpr int warp_floats = tokens * token_floats, sums_floats = Warps * warp_floats;
 };
+
+template <bool Kept>
+__device__ __forceinline__ Word4 load_row(const uint8_t* p) {
+    return Kept ? load_weights_kept(p) : load_weights_passing(p);
+}
 
 // A lane's share of a batch: 8 columns in each load.
 template <class S>
@@ -69,7 +76,7 @@ struct Cursor {
             const int64_t row = min(block * S::rows + half * 8 + int(threadIdx.x % 32 / 4), p.n - 1);
             const uint8_t* from = p.weight + row * p.k * 2 + batch * S::batch_columns * 2 + lane_bytes;
 #pragma unroll
-            for (int i = 0; i < S::loads; ++i) to.weights[half][i] = load_weights(from + i * 4 * kChunk * 2);
+            for (int i = 0; i < S::loads; ++i) to.weights[half][i] = load_row<S::few_tokens>(from + i * 4 * kChunk * 2);
         }
     }
 
@@ -128,9 +135,9 @@ __device__ __forceinline__ void store_rows(const DenseParams& p, int block, floa
     }
 }
 
-template <int Tiles, int Rows, int Loads, int Depth, int Warps, int MinBlocks>
+template <int Tokens, int Rows, int Loads, int Depth, int Warps, int MinBlocks>
 __global__ void __launch_bounds__(Warps * 32, MinBlocks) dense_kernel(const __grid_constant__ DenseParams p) {
-    using S = DenseShape<Tiles, Rows, Loads, Depth, Warps>;
+    using S = DenseShape<Tokens, Rows, Loads, Depth, Warps>;
     __shared__ float sums[2][S::sums_floats];
     const int begin = int(int64_t(p.blocks) * blockIdx.x / gridDim.x), end = int(int64_t(p.blocks) * (blockIdx.x + 1) / gridDim.x);
     Batch<S> ring[Depth];
@@ -149,7 +156,7 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) dense_kernel(const __gr
         now.advance(p);
     }
     now = Cursor<S>(begin);
-    float acc[Tiles][4] = {};
+    float acc[S::tiles][4] = {};
     int parity = 0;
     const auto turn = [&](const Batch<S>& current, Batch<S>& next) {
         if (ahead.block < end) {
@@ -163,7 +170,7 @@ __global__ void __launch_bounds__(Warps * 32, MinBlocks) dense_kernel(const __gr
             store_rows<S>(p, block, sums[parity], acc);
             parity ^= 1;
 #pragma unroll
-            for (int j = 0; j < 4 * Tiles; ++j) acc[j / 4][j % 4] = 0.0f;
+            for (int j = 0; j < 4 * S::tiles; ++j) acc[j / 4][j % 4] = 0.0f;
         }
     };
     while (now.block < end) {
@@ -182,9 +189,9 @@ struct DenseVariant {
     DenseKernel kernel;
 };
 
-template <int Tiles, int Rows, int Loads, int Depth, int Warps, int MinBlocks>
+template <int Tokens, int Rows, int Loads, int Depth, int Warps, int MinBlocks>
 constexpr DenseVariant variant(bool few_rows) {
-    return {Tiles * 8, Warps, MinBlocks, Rows, Loads, few_rows, dense_kernel<Tiles, Rows, Loads, Depth, Warps, MinBlocks>};
+    return {Tokens, Warps, MinBlocks, Rows, Loads, few_rows, dense_kernel<Tokens, Rows, Loads, Depth, Warps, MinBlocks>};
 }
 
 const DenseVariant kDenseVariants[] = {BF16_VARIANTS};

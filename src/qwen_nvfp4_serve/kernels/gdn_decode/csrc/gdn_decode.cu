@@ -19,6 +19,8 @@ constexpr int kWorkers = kHead;               // threads that compute: two chann
 constexpr int kThreads = kWorkers + 32;       // and a warp for the counter, whose fence stalls it, and the gates
 constexpr int kRowLanes = 8;                  // lanes that share a row of the state
 constexpr int kPassRows = kWorkers / kRowLanes;
+constexpr int kManyHeads = 144;               // of all tokens, from which 64 rows to a CTA take less time than 32 (docs/kernels-engine.md)
+constexpr int kPassingPart = 4;               // states of more than this part of the L2 are not to stay in it
 constexpr float kNormEpsilon = 1e-6f;         // vLLM's kernels
 constexpr float kSoftplusThreshold = 20.0f;   // the same
 
@@ -33,7 +35,7 @@ struct DecodeParams {
     int64_t x_stride, a_stride, b_stride, index_stride, conv_slot_stride, conv_token_stride, state_slot_stride;
     float scale;
     int key_heads, value_heads, group, group_inverse;  // value heads to a key head, and how to divide by it
-    bool a_log_is_bf16, dt_bias_is_bf16, early;
+    bool a_log_is_bf16, dt_bias_is_bf16, early, pass;
 };
 
 __device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
@@ -164,6 +166,15 @@ struct Tile {
         }
     }
 
+    // Not a plain store, which may be taken apart.
+    static __device__ __forceinline__ void keep(uint4* to, uint4 piece, bool pass) {
+        if (pass) {
+            __stcs(to, piece);
+        } else {
+            __stcg(to, piece);
+        }
+    }
+
     static __device__ __forceinline__ void read(const float* from, float (&to)[pieces][columns]) {
 #pragma unroll
         for (int i = 0; i < pieces * columns; i += 4) {
@@ -211,7 +222,7 @@ struct Tile {
                 Piece<T>::unpack(held[pass][piece], s);
 #pragma unroll
                 for (int i = 0; i < columns; ++i) s[i] = gates.decay * s[i] + delta * k[piece][i];
-                __stcg(place(pass, piece), Piece<T>::pack(s));  // a plain store may be taken apart
+                keep(place(pass, piece), Piece<T>::pack(s), p.pass);
             }
             const float o = q_norm * (gates.decay * products[2 * pass + 1] + delta * products[2 * Passes + 2]);
             if (threadIdx.x % kRowLanes == 0) out[row] = __float2bfloat16_rn(o);
@@ -295,14 +306,14 @@ DecodeKernel kernel_of(bool state_is_bf16, int rows) {
     }
 }
 
-DecodeParams params_of(const GdnDecodeCall& c) {
+DecodeParams params_of(const GdnDecodeCall& c, bool pass) {
     const int group = c.value_heads / c.key_heads;
     const auto bf16 = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
     return {bf16(c.x), bf16(c.weight), bf16(c.bias), bf16(c.a), bf16(c.b), c.a_log, c.dt_bias,
             static_cast<const int32_t*>(c.indices), static_cast<__nv_bfloat16*>(c.conv_state), c.state,
             static_cast<__nv_bfloat16*>(c.out), static_cast<unsigned*>(c.counters),
             c.x_stride, c.a_stride, c.b_stride, c.index_stride, c.conv_slot_stride, c.conv_token_stride, c.state_slot_stride,
-            c.scale, c.key_heads, c.value_heads, group, 65536 / group + 1, c.a_log_is_bf16 != 0, c.dt_bias_is_bf16 != 0, c.early != 0};
+            c.scale, c.key_heads, c.value_heads, group, 65536 / group + 1, c.a_log_is_bf16 != 0, c.dt_bias_is_bf16 != 0, c.early != 0, pass};
 }
 
 }  // namespace
@@ -315,14 +326,18 @@ int32_t gdn_decode_call_bytes(void) { return sizeof(GdnDecodeCall); }
 const char* gdn_error_name(int32_t error) { return cudaGetErrorName(static_cast<cudaError_t>(error)); }
 
 int32_t gdn_decode(const GdnDecodeCall* call, void* stream) {
-    const int rows = call->rows ? call->rows : 32;
+    const int64_t heads = int64_t(call->tokens) * call->value_heads;
+    const int rows = call->rows ? call->rows : heads < kManyHeads ? 32 : 64;
     const DecodeKernel kernel = kernel_of(call->state_is_bf16, rows);
     if (!kernel || call->tokens < 1 || call->tokens > 65535 || call->key_heads < 1) return cudaErrorInvalidValue;
     // Up to 1024 heads a multiplication and a shift divide exactly.
     if (call->value_heads < 1 || call->value_heads > 1024 || call->value_heads % call->key_heads || call->value_heads / call->key_heads > 4) return cudaErrorInvalidValue;
-    int device = 0, major = 0;
+    int device = 0, major = 0, cache_bytes = 0;
     if (const auto error = cudaGetDevice(&device)) return error;
     if (const auto error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
+    if (const auto error = cudaDeviceGetAttribute(&cache_bytes, cudaDevAttrL2CacheSize, device)) return error;
+    // What is written waits in the L2 until something takes its place: of many states, that would be the next layers' weights.
+    const bool pass = heads * kHead * kHead * (call->state_is_bf16 ? 2 : 4) > cache_bytes / kPassingPart;
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -332,5 +347,5 @@ int32_t gdn_decode(const GdnDecodeCall* call, void* stream) {
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &attribute;
     config.numAttrs = call->dependent && major >= 9 ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, params_of(*call));
+    return cudaLaunchKernelEx(&config, kernel, params_of(*call, pass));
 }

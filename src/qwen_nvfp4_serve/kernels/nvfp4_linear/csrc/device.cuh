@@ -11,6 +11,20 @@ __device__ __forceinline__ Word4 load_weights(const uint8_t* p) {
     return w;
 }
 
+// Weights whose lines are read in more than one request: they stay in the first cache, or are the first to leave it.
+__device__ __forceinline__ Word4 load_weights_kept(const uint8_t* p) {
+    Word4 w;
+    asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.v[0]), "=r"(w.v[1]), "=r"(w.v[2]), "=r"(w.v[3]) : "l"(p));
+    return w;
+}
+__device__ __forceinline__ Word4 load_weights_passing(const uint8_t* p) {
+    Word4 w;
+    asm volatile("ld.global.nc.L1::evict_first.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w.v[0]), "=r"(w.v[1]), "=r"(w.v[2]), "=r"(w.v[3]) : "l"(p));
+    return w;
+}
+
 // What the kernel ahead may have written: only after waiting for it. Kept in the first cache, as every warp reads it.
 __device__ __forceinline__ Word4 load_activations(const uint8_t* p) {
     Word4 w;

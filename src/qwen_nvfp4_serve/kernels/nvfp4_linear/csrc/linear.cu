@@ -43,26 +43,26 @@ struct Variant {
 };
 
 template <int P, int Tiles, int Warps, int StageSteps, int MinBlocks>
-constexpr Variant by_warps(int most_rows = 0) {
+constexpr Variant by_warps(int most_weights = 0) {
     using S = Shape<P, Tiles, Warps, StageSteps>;
-    return {{S::tokens, Warps, MinBlocks, 0, most_rows, S::step_columns, S::rows, S::shared_bytes}, S::slot_floats, linear_kernel<P, Tiles, Warps, StageSteps, MinBlocks>};
+    return {{S::tokens, Warps, MinBlocks, 0, most_weights, S::step_columns, S::rows, S::shared_bytes}, S::slot_floats, linear_kernel<P, Tiles, Warps, StageSteps, MinBlocks>};
 }
 
 template <int Tiles, int Warps, int MinBlocks>
-constexpr Variant by_warpgroups(int most_rows = 0) {
+constexpr Variant by_warpgroups(int most_weights = 0) {
     using S = WarpgroupShape<Tiles, Warps>;
-    return {{S::tokens, Warps, MinBlocks, 90, most_rows, S::step_columns, S::rows, S::shared_bytes}, S::slot_floats, warpgroup_kernel<Tiles, Warps, MinBlocks>};
+    return {{S::tokens, Warps, MinBlocks, 90, most_weights, S::step_columns, S::rows, S::shared_bytes}, S::slot_floats, warpgroup_kernel<Tiles, Warps, MinBlocks>};
 }
 
-// Up to so many rows, smaller blocks of them share out the work over a card more evenly.
-constexpr int kFewRows = 4096, kFewWarpgroupRows = 8192;
+// Up to so many weights, smaller blocks of rows share out the work over a card more evenly.
+constexpr int kFewWeights = 1 << 25;
 
 // Chosen from all that were measured: docs/kernels-linear.md.
 const Variant kVariants[] = {
-    by_warps<2, 1, 8, 4, 2>(kFewRows), by_warps<2, 1, 16, 8, 1>(), by_warps<1, 1, 8, 4, 2>(kFewRows), by_warps<1, 1, 16, 8, 1>(),
-    by_warps<1, 2, 8, 2, 2>(kFewRows), by_warps<1, 2, 16, 4, 1>(),
-    by_warpgroups<4, 8, 1>(kFewWarpgroupRows), by_warps<1, 4, 12, 2, 1>(),
-    by_warpgroups<6, 12, 1>(), by_warpgroups<8, 8, 1>(kFewWarpgroupRows), by_warpgroups<8, 12, 1>(),
+    by_warps<2, 1, 8, 4, 2>(kFewWeights), by_warps<2, 1, 16, 8, 1>(), by_warps<1, 1, 8, 4, 2>(),
+    by_warps<1, 2, 8, 2, 2>(kFewWeights), by_warps<1, 2, 16, 4, 1>(),
+    by_warpgroups<4, 8, 1>(kFewWeights), by_warpgroups<3, 12, 1>(), by_warpgroups<4, 12, 1>(), by_warps<1, 4, 12, 2, 1>(),
+    by_warpgroups<6, 8, 1>(kFewWeights), by_warpgroups<6, 12, 1>(), by_warpgroups<8, 8, 1>(kFewWeights), by_warpgroups<8, 12, 1>(),
     by_warps<1, 6, 8, 2, 1>(), by_warps<1, 8, 8, 2, 1>()};
 constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 constexpr int kMaxDevices = 64;
@@ -109,7 +109,7 @@ cudaError_t residency(const Residency** result) {
 int variant_for(const Nvfp4LinearCall& call, const Residency& card) {
     for (int i = 0; i < kVariantCount; ++i) {
         const Nvfp4LinearVariant& v = kVariants[i].row;
-        if (v.tokens < call.m || call.k % v.step_columns || (v.most_rows && v.most_rows < call.n)) continue;
+        if (v.tokens < call.m || call.k % v.step_columns || (v.most_weights && v.most_weights < int64_t(call.n) * call.k)) continue;
         if (card.blocks[i] >= v.blocks) return i;
     }
     return -1;

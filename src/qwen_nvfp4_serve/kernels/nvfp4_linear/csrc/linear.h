@@ -22,12 +22,12 @@ struct Nvfp4LinearCall {
     int32_t dependent;       // nonzero: start before the kernel ahead ends (sm_90 and later)
 };
 
-// One compiled form of the kernel. The first that this card runs, whose tokens and most_rows suffice, whose step_columns
+// One compiled form of the kernel. The first that this card runs, whose tokens and most_weights suffice, whose step_columns
 // divide k and of which a multiprocessor holds `blocks` serves a call.
 struct Nvfp4LinearVariant {
     int32_t tokens, warps, blocks;
-    int32_t capability;  // the only one that runs it, as 10 major + minor; 0 if all do
-    int32_t most_rows;   // n beyond which it is not chosen, though it may be asked for; 0 if there is none
+    int32_t capability;    // the only one that runs it, as 10 major + minor; 0 if all do
+    int32_t most_weights;  // n k beyond which it is not chosen, though it may be asked for; 0 if there is none
     int32_t step_columns, rows, shared_bytes;
 };
 

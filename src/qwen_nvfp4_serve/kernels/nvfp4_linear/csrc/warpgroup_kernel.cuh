@@ -170,17 +170,17 @@ __device__ __forceinline__ void run_warpgroups(const Params& p, uint4* stages) {
     int now = 0, before = (kDepth - 1) * S::stage_slots;  // stages, as slots from the first
 #pragma unroll 1
     while (true) {
-        if (supply.left > 0) {
+        const Word4 scale = staged_scales<S>(stages + now);
+        multiply_words<S>(acc, stages + now, scale, 0, x, now);
+        const int next = now == (kDepth - 1) * S::stage_slots ? 0 : now + S::stage_slots;
+        wait_for_copies<kDepth - 3>();
+        if (left > 1) supply.turn(p, stages + next);
+        if (supply.left > 0) {  // after the turn, whose fence would wait for copies that have just been requested
             supply.request_tokens(p, stages + before, supply.step);
             supply.request_weights(stages + before);
             supply.advance(p);
         }
         commit_copies();
-        const Word4 scale = staged_scales<S>(stages + now);
-        multiply_words<S>(acc, stages + now, scale, 0, x, now);
-        const int next = now == (kDepth - 1) * S::stage_slots ? 0 : now + S::stage_slots;
-        wait_for_copies<kDepth - 2>();
-        if (left > 1) supply.turn(p, stages + next);
         multiply_words<S>(acc, stages + now, scale, 2, x, now);
         wait_for_products<0>();
         pin_sums<S>(acc);
