@@ -81,6 +81,17 @@ def test_every_variant_and_m_is_within_the_bound(library: ctypes.CDLL, shape: tu
                 case.check()
 
 
+def test_first_cache_keeps_weights_of_long_rows_for_few_tokens(library: ctypes.CDLL) -> None:
+    library.cache_of_weights()
+    found = {}
+    for k in (2048, 5120):
+        for m in (1, 4, 5, 8, 9):
+            assert Case(8, k, m).run(library) == 0
+            found[k, m] = library.cache_of_weights()
+    assert [found[5120, m] for m in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 0]
+    assert [found[2048, m] for m in (1, 4, 5, 8, 9)] == [0, 0, 2, 2, 0]
+
+
 def test_bias_is_added_before_the_only_rounding(library: ctypes.CDLL) -> None:
     case = Case(100, 256, 5, bias=True)
     assert case.run(library) == 0

@@ -188,11 +188,13 @@ def test_an_h200_takes_products_of_four_warps_beyond_16_tokens(library: ctypes.C
     assert [chosen(library, *many, m).tokens for m in beyond] == [24, 24, 32, 32, 48, 48, 64, 64]
 
 
-def test_few_weights_are_shared_out_in_smaller_blocks(library: ctypes.CDLL) -> None:
+def test_small_layers_are_shared_out_in_smaller_blocks(library: ctypes.CDLL) -> None:
     few, many = (5120, 6144), (5120, 17408)
     assert [chosen(library, *few, m).warps for m in (1, 4, 8, 16)] == [8, 8, 8, 8]
     assert [chosen(library, *many, m).warps for m in (1, 4, 8, 16)] == [16, 16, 8, 16]
-    assert chosen(library, 2**18, 2**14, 16).warps == 16, "more weights than 32 bits count"
+    short_rows = (9216, 2048)
+    assert [chosen(library, *short_rows, m).warps for m in (1, 4, 8, 16)] == [16, 16, 16, 16]
+    assert chosen(library, 2**12, 2**20, 16).warps == 16, "more weights than 32 bits count"
 
 
 def test_another_card_takes_none_of_them_and_refuses_to_be_asked(rtx_5090: ctypes.CDLL) -> None:

@@ -22,7 +22,9 @@ class Bf16LinearCall(ctypes.Structure):
 class Bf16LinearVariant(ctypes.Structure):
     """`struct Bf16LinearVariant`."""
 
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("tokens", "warps", "blocks", "rows", "loads", "few_rows"))
+    _fields_ = tuple(
+        (name, ctypes.c_int32) for name in ("tokens", "warps", "blocks", "rows", "loads", "few_rows", "least_columns")
+    )
 
 
 def variants(loaded: ctypes.CDLL) -> list[Bf16LinearVariant]:

@@ -24,7 +24,7 @@ class LinearVariant(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_int32)
-        for name in ("tokens", "warps", "blocks", "capability", "most_weights", "step_columns", "rows", "shared_bytes")
+        for name in ("tokens", "warps", "blocks", "capability", "layers", "step_columns", "rows", "shared_bytes")
     )
 
     def takes(self, m: int, k: int, capability: tuple[int, int]) -> bool:

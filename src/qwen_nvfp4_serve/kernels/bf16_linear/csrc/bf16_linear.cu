@@ -8,11 +8,13 @@
 #include "device.cuh"
 
 #if !defined(BF16_VARIANTS)
-// Tokens, rows of a block, 16-byte loads of a row in a batch, batches under way, warps, CTAs per multiprocessor, and
-// whether it is for few rows. Chosen from all that were measured: docs/kernels-linear.md.
-#define BF16_VARIANTS                                                                                   \
-    variant<4, 8, 4, 3, 8, 2>(true), variant<8, 8, 4, 3, 8, 2>(true), variant<16, 16, 2, 2, 16, 1>(true), \
-        variant<4, 16, 2, 2, 8, 3>(false), variant<8, 16, 2, 2, 8, 3>(false), variant<16, 16, 2, 2, 8, 2>(false)
+// Tokens, rows of a block, 16-byte loads of a row in a batch, batches under way, warps, CTAs per multiprocessor, what the
+// first cache does with weights; then whether it is for few rows, and for rows of how many columns and more. Chosen from
+// all that were measured: docs/kernels-linear.md.
+#define BF16_VARIANTS                                                                                                      \
+    variant<4, 8, 4, 3, 8, 2, kKept>(true, 5120), variant<4, 8, 4, 3, 8, 2, kLeftOut>(true), variant<8, 8, 4, 3, 8, 2, kPassing>(true), \
+        variant<16, 16, 2, 2, 16, 1, kLeftOut>(true), variant<4, 16, 2, 2, 8, 3, kKept>(false, 5120),                      \
+        variant<4, 16, 2, 2, 8, 3, kLeftOut>(false), variant<8, 16, 2, 2, 8, 3, kPassing>(false), variant<16, 16, 2, 2, 8, 2, kLeftOut>(false)
 #endif
 
 #include <cuda_bf16.h>
@@ -33,21 +35,24 @@ struct DenseParams {
     int blocks, batches;  // blocks of rows, batches of columns
 };
 
+// Weights may stay in the first cache until the other half of their line is asked for; the more tokens, the more of it the
+// activations need.
+enum FirstCache { kKept, kPassing, kLeftOut };
+
+template <FirstCache Weights>
+__device__ __forceinline__ Word4 load_row(const uint8_t* p) {
+    return Weights == kKept ? load_weights_kept(p) : Weights == kPassing ? load_weights_passing(p) : load_weights(p);
+}
+
 // Rows: 8 or 16, of the MMA's 16. Loads: of each row, in a batch. Depth: batches under way.
-template <int Tokens, int Rows, int Loads, int Depth, int Warps>
+template <int Tokens, int Rows, int Loads, int Depth, int Warps, FirstCache Weights>
 struct DenseShape {
-    // Beside activations of so few tokens, weights may stay in the first cache until the other half of their line is asked for.
-    static constexpr bool few_tokens = Tokens <= 4;
+    static constexpr FirstCache weights = Weights;
     static constexpr int tiles = (Tokens + 7) / 8, rows = Rows, halves = Rows / 8, loads = Loads, depth = Depth, warps = Warps;
     static constexpr int tokens = tiles * 8, warp_columns = Loads * 4 * kChunk, batch_columns = Warps * warp_columns;
     static constexpr int token_floats = Rows + 4;  // apart from each other's banks
     static constexpr int warp_floats = tokens * token_floats, sums_floats = Warps * warp_floats;
 };
-
-template <bool Kept>
-__device__ __forceinline__ Word4 load_row(const uint8_t* p) {
-    return Kept ? load_weights_kept(p) : load_weights_passing(p);
-}
 
 // A lane's share of a batch: 8 columns in each load.
 template <class S>
@@ -76,7 +81,7 @@ struct Cursor {
             const int64_t row = min(block * S::rows + half * 8 + int(threadIdx.x % 32 / 4), p.n - 1);
             const uint8_t* from = p.weight + row * p.k * 2 + batch * S::batch_columns * 2 + lane_bytes;
 #pragma unroll
-            for (int i = 0; i < S::loads; ++i) to.weights[half][i] = load_row<S::few_tokens>(from + i * 4 * kChunk * 2);
+            for (int i = 0; i < S::loads; ++i) to.weights[half][i] = load_row<S::weights>(from + i * 4 * kChunk * 2);
         }
     }
 
@@ -135,9 +140,9 @@ __device__ __forceinline__ void store_rows(const DenseParams& p, int block, floa
     }
 }
 
-template <int Tokens, int Rows, int Loads, int Depth, int Warps, int MinBlocks>
+template <int Tokens, int Rows, int Loads, int Depth, int Warps, int MinBlocks, FirstCache Weights>
 __global__ void __launch_bounds__(Warps * 32, MinBlocks) dense_kernel(const __grid_constant__ DenseParams p) {
-    using S = DenseShape<Tokens, Rows, Loads, Depth, Warps>;
+    using S = DenseShape<Tokens, Rows, Loads, Depth, Warps, Weights>;
     __shared__ float sums[2][S::sums_floats];
     const int begin = int(int64_t(p.blocks) * blockIdx.x / gridDim.x), end = int(int64_t(p.blocks) * (blockIdx.x + 1) / gridDim.x);
     Batch<S> ring[Depth];
@@ -186,12 +191,13 @@ using DenseKernel = void (*)(DenseParams);
 struct DenseVariant {
     int tokens, warps, blocks, rows, loads;
     bool few_rows;
+    int least_columns;
     DenseKernel kernel;
 };
 
-template <int Tokens, int Rows, int Loads, int Depth, int Warps, int MinBlocks>
-constexpr DenseVariant variant(bool few_rows) {
-    return {Tokens, Warps, MinBlocks, Rows, Loads, few_rows, dense_kernel<Tokens, Rows, Loads, Depth, Warps, MinBlocks>};
+template <int Tokens, int Rows, int Loads, int Depth, int Warps, int MinBlocks, FirstCache Weights>
+constexpr DenseVariant variant(bool few_rows, int least_columns = 0) {
+    return {Tokens, Warps, MinBlocks, Rows, Loads, few_rows, least_columns, dense_kernel<Tokens, Rows, Loads, Depth, Warps, MinBlocks, Weights>};
 }
 
 const DenseVariant kDenseVariants[] = {BF16_VARIANTS};
@@ -205,7 +211,7 @@ using namespace nvfp4;
 int32_t bf16_linear_variant(int32_t index, Bf16LinearVariant* variant) {
     if (index < 0 || index >= kDenseVariantCount) return -1;
     const DenseVariant& v = kDenseVariants[index];
-    *variant = {v.tokens, v.warps, v.blocks, v.rows, v.loads, v.few_rows};
+    *variant = {v.tokens, v.warps, v.blocks, v.rows, v.loads, v.few_rows, v.least_columns};
     return 0;
 }
 
@@ -221,8 +227,10 @@ int32_t bf16_linear(const Bf16LinearCall* call, void* stream) {
     // Few: blocks of 16 rows, one a multiprocessor, hold them all.
     const bool few_rows = call->n <= 16 * multiprocessors;
     int index = call->variant;
-    for (int i = 0; index < 0 && i < kDenseVariantCount; ++i)
-        if (kDenseVariants[i].tokens >= call->m && kDenseVariants[i].few_rows == few_rows) index = i;
+    for (int i = 0; index < 0 && i < kDenseVariantCount; ++i) {
+        const DenseVariant& v = kDenseVariants[i];
+        if (v.tokens >= call->m && v.few_rows == few_rows && v.least_columns <= call->k) index = i;
+    }
     if (index < 0 || index >= kDenseVariantCount || call->m < 1 || call->m > kDenseVariants[index].tokens) return cudaErrorInvalidValue;
     const DenseVariant& v = kDenseVariants[index];
     if (call->n < 1 || call->k < 1 || call->k % (v.loads * 4 * kChunk)) return cudaErrorInvalidValue;

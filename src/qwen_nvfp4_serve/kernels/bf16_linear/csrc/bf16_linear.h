@@ -18,9 +18,10 @@ struct Bf16LinearCall {
     int32_t dependent;  // nonzero: start before the kernel ahead ends (sm_90 and later)
 };
 
-// One compiled form of the kernel: the first whose tokens suffice serves a call, of those for few rows or for many.
+// One compiled form of the kernel: the first whose tokens suffice serves a call, of those for few rows or for many and for
+// rows that are so long.
 struct Bf16LinearVariant {
-    int32_t tokens, warps, blocks, rows, loads, few_rows;
+    int32_t tokens, warps, blocks, rows, loads, few_rows, least_columns;
 };
 
 int32_t bf16_linear_variant(int32_t index, struct Bf16LinearVariant* variant);  // 0, or -1 past the last; needs no card

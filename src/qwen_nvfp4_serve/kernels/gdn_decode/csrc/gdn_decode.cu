@@ -20,7 +20,7 @@ constexpr int kThreads = kWorkers + 32;       // and a warp for the counter, who
 constexpr int kRowLanes = 8;                  // lanes that share a row of the state
 constexpr int kPassRows = kWorkers / kRowLanes;
 constexpr int kManyHeads = 144;               // of all tokens, from which 64 rows to a CTA take less time than 32 (docs/kernels-engine.md)
-constexpr int kPassingPart = 4;               // states of more than this part of the L2 are not to stay in it
+constexpr int kPassingPart = 6;               // states of this part of the L2 and more are not to stay in it
 constexpr float kNormEpsilon = 1e-6f;         // vLLM's kernels
 constexpr float kSoftplusThreshold = 20.0f;   // the same
 
@@ -337,7 +337,7 @@ int32_t gdn_decode(const GdnDecodeCall* call, void* stream) {
     if (const auto error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
     if (const auto error = cudaDeviceGetAttribute(&cache_bytes, cudaDevAttrL2CacheSize, device)) return error;
     // What is written waits in the L2 until something takes its place: of many states, that would be the next layers' weights.
-    const bool pass = heads * kHead * kHead * (call->state_is_bf16 ? 2 : 4) > cache_bytes / kPassingPart;
+    const bool pass = heads * kHead * kHead * (call->state_is_bf16 ? 2 : 4) >= cache_bytes / kPassingPart;
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -43,26 +43,28 @@ struct Variant {
 };
 
 template <int P, int Tiles, int Warps, int StageSteps, int MinBlocks>
-constexpr Variant by_warps(int most_weights = 0) {
+constexpr Variant by_warps(Nvfp4LinearLayers layers = NVFP4_LINEAR_ALL) {
     using S = Shape<P, Tiles, Warps, StageSteps>;
-    return {{S::tokens, Warps, MinBlocks, 0, most_weights, S::step_columns, S::rows, S::shared_bytes}, S::slot_floats, linear_kernel<P, Tiles, Warps, StageSteps, MinBlocks>};
+    return {{S::tokens, Warps, MinBlocks, 0, layers, S::step_columns, S::rows, S::shared_bytes}, S::slot_floats, linear_kernel<P, Tiles, Warps, StageSteps, MinBlocks>};
 }
 
 template <int Tiles, int Warps, int MinBlocks>
-constexpr Variant by_warpgroups(int most_weights = 0) {
+constexpr Variant by_warpgroups(Nvfp4LinearLayers layers = NVFP4_LINEAR_ALL) {
     using S = WarpgroupShape<Tiles, Warps>;
-    return {{S::tokens, Warps, MinBlocks, 90, most_weights, S::step_columns, S::rows, S::shared_bytes}, S::slot_floats, warpgroup_kernel<Tiles, Warps, MinBlocks>};
+    return {{S::tokens, Warps, MinBlocks, 90, layers, S::step_columns, S::rows, S::shared_bytes}, S::slot_floats, warpgroup_kernel<Tiles, Warps, MinBlocks>};
 }
 
-// Up to so many weights, smaller blocks of rows share out the work over a card more evenly.
-constexpr int kFewWeights = 1 << 25;
+// Of layers with so few rows and weights, smaller blocks of rows share out the work over a card more evenly.
+constexpr int kFewRows = 8192, kFewWeights = 1 << 25;
+constexpr int kLongRow = 5120;  // columns from which two CTAs a multiprocessor take less time at 5 to 8 tokens
 
 // Chosen from all that were measured: docs/kernels-linear.md.
 const Variant kVariants[] = {
-    by_warps<2, 1, 8, 4, 2>(kFewWeights), by_warps<2, 1, 16, 8, 1>(), by_warps<1, 1, 8, 4, 2>(),
-    by_warps<1, 2, 8, 2, 2>(kFewWeights), by_warps<1, 2, 16, 4, 1>(),
-    by_warpgroups<4, 8, 1>(kFewWeights), by_warpgroups<3, 12, 1>(), by_warpgroups<4, 12, 1>(), by_warps<1, 4, 12, 2, 1>(),
-    by_warpgroups<6, 8, 1>(kFewWeights), by_warpgroups<6, 12, 1>(), by_warpgroups<8, 8, 1>(kFewWeights), by_warpgroups<8, 12, 1>(),
+    by_warps<2, 1, 8, 4, 2>(NVFP4_LINEAR_FEW), by_warps<2, 1, 16, 8, 1>(),
+    by_warps<1, 1, 8, 4, 2>(NVFP4_LINEAR_FEW), by_warps<1, 1, 8, 4, 2>(NVFP4_LINEAR_LONG), by_warps<1, 1, 16, 8, 1>(),
+    by_warps<1, 2, 8, 2, 2>(NVFP4_LINEAR_FEW), by_warps<1, 2, 16, 4, 1>(),
+    by_warpgroups<4, 8, 1>(NVFP4_LINEAR_FEW), by_warpgroups<3, 12, 1>(), by_warpgroups<4, 12, 1>(), by_warps<1, 4, 12, 2, 1>(),
+    by_warpgroups<6, 8, 1>(NVFP4_LINEAR_FEW), by_warpgroups<6, 12, 1>(), by_warpgroups<8, 8, 1>(NVFP4_LINEAR_FEW), by_warpgroups<8, 12, 1>(),
     by_warps<1, 6, 8, 2, 1>(), by_warps<1, 8, 8, 2, 1>()};
 constexpr int kVariantCount = sizeof(kVariants) / sizeof(kVariants[0]);
 constexpr int kMaxDevices = 64;
@@ -105,11 +107,16 @@ cudaError_t residency(const Residency** result) {
     return cudaSuccess;
 }
 
+bool made_for(int32_t layers, const Nvfp4LinearCall& call) {
+    if (layers == NVFP4_LINEAR_FEW) return call.n <= kFewRows && int64_t(call.n) * call.k <= kFewWeights;
+    return layers == NVFP4_LINEAR_ALL || call.k >= kLongRow;
+}
+
 // The first variant that is made for such a call and that this card holds as often as it was made for.
 int variant_for(const Nvfp4LinearCall& call, const Residency& card) {
     for (int i = 0; i < kVariantCount; ++i) {
         const Nvfp4LinearVariant& v = kVariants[i].row;
-        if (v.tokens < call.m || call.k % v.step_columns || (v.most_weights && v.most_weights < int64_t(call.n) * call.k)) continue;
+        if (v.tokens < call.m || call.k % v.step_columns || !made_for(v.layers, call)) continue;
         if (card.blocks[i] >= v.blocks) return i;
     }
     return -1;

@@ -22,12 +22,15 @@ struct Nvfp4LinearCall {
     int32_t dependent;       // nonzero: start before the kernel ahead ends (sm_90 and later)
 };
 
-// One compiled form of the kernel. The first that this card runs, whose tokens and most_weights suffice, whose step_columns
-// divide k and of which a multiprocessor holds `blocks` serves a call.
+// What a form is chosen for, though it may be asked for otherwise: all layers, small ones, or those of long rows.
+enum Nvfp4LinearLayers { NVFP4_LINEAR_ALL, NVFP4_LINEAR_FEW, NVFP4_LINEAR_LONG };
+
+// One compiled form of the kernel. The first that this card runs, whose tokens suffice, that is for such layers, whose
+// step_columns divide k and of which a multiprocessor holds `blocks` serves a call.
 struct Nvfp4LinearVariant {
     int32_t tokens, warps, blocks;
-    int32_t capability;    // the only one that runs it, as 10 major + minor; 0 if all do
-    int32_t most_weights;  // n k beyond which it is not chosen, though it may be asked for; 0 if there is none
+    int32_t capability;  // the only one that runs it, as 10 major + minor; 0 if all do
+    int32_t layers;      // Nvfp4LinearLayers
     int32_t step_columns, rows, shared_bytes;
 };
 
