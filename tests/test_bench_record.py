@@ -372,12 +372,17 @@ def test_command_writes_and_draws_what_a_visit_found_starts_and_memory_too(
     assert {"stock: weights", "stock: empty caches", "ours: caches filled", "72.0", "60.0", "21.0"} <= set(drawn)
 
 
-def test_start_beside_other_engines_is_said_and_not_drawn(tmp_path: Path) -> None:
+def test_start_beside_other_engines_is_said_on_page_and_chart(tmp_path: Path) -> None:
     beside = partial(started, side_by_side=True)
     take(visit(tmp_path / "visit", stock=beside, ours=beside), tmp_path, H200)
     record = read_card_record(tmp_path, H200)
     assert "| start from empty caches, beside other engines' starts, s | 60 | 60 |" in record_markdown(record, H200)
-    assert [name for name, *_ in start_bars(record[0].result.runs)] == ["stock: caches filled", "ours: caches filled"]
+    assert [name for name, *_ in start_bars(record[0].result.runs)] == [
+        "stock: empty caches, beside others",
+        "ours: empty caches, beside others",
+        "stock: caches filled",
+        "ours: caches filled",
+    ]
 
 
 def test_command_of_a_folder_without_an_engine_is_wrong_use(
@@ -505,3 +510,6 @@ def test_ratios_of_the_readme_are_those_of_the_record() -> None:
     )
     assert said is not None
     assert list(said.groups()) == [f"{ratio:.2f}" for ratio in ratios]
+    stock, ours = read_engine(file_of(RESULTS, "27b", H200)).runs
+    dense = [ours.decode[streams].median / stock.decode[streams].median for streams in (1, 8)]
+    assert "a 27B is {:.2f} times as fast at one stream, {:.2f} times at eight".format(*dense) in text

@@ -11,6 +11,7 @@ import pytest
 from qwen_nvfp4_serve.bench.engine import read_engine
 from qwen_nvfp4_serve.bench.engine_page import by_kind
 from qwen_nvfp4_serve.bench.rows import number
+from qwen_nvfp4_serve.kernels.nvfp4_linear import sweeps
 from qwen_nvfp4_serve.kernels.nvfp4_moe import large_m
 
 ROOT = Path(__file__).parents[2]
@@ -105,9 +106,8 @@ def test_engine_rates_are_those_of_the_record(title: str, names: tuple[str, ...]
     cells = []
     for model in ("35b", "27b"):
         stock, ours = map(rates, record(f"engine-{model}")["runs"])
-        taken = [name for name in names if name in stock]  # the 27B's record ends at 65,536
-        cells += [", ".join(number(run[name]) for name in taken) for run in (stock, ours)]
-        cells.append(", ".join(f"{ours[name] / stock[name]:.2f}" for name in taken) + "x")
+        cells += [", ".join(number(run[name]) for name in names) for run in (stock, ours)]
+        cells.append(", ".join(f"{ours[name] / stock[name]:.2f}" for name in names) + "x")
     assert f"| {title} | {' | '.join(cells)} |" in TEXT
 
 
@@ -134,26 +134,45 @@ def test_engines_beside_kernels_are_those_of_the_record(model: str, kernels: str
 
 def test_code_of_each_engine_is_named() -> None:
     codes = {model: record(f"engine-{model}")["code"] for model in ("35b", "27b")}
-    assert f"the 35B with code {codes['35b']}, the 27B in an earlier visit with code {codes['27b']}." in TEXT
+    assert f"the 35B with code {codes['35b']}, the 27B in a later visit with code {codes['27b']}." in TEXT
     assert f"engine: another visit, code {codes['35b']}," in record("moe")["about"]
     assert f"the 27B of another visit, code {codes['27b']}," in record("linear")["about"]
 
 
-def test_rates_of_a_log_are_called_so_and_are_those_kept() -> None:
-    log = record("linear")["engine_log"]
-    assert f"| 27B, code {log['code']}, tokens/s | stock | ours | |" in TEXT
-    titles = {
-        "decode": {"1": "1 stream"},
-        "behind": {"4096": "one stream behind 4,096 tokens", "65536": "behind 65,536"},
+def test_starts_of_the_27b_are_those_of_the_record() -> None:
+    stock, ours = record("engine-27b")["runs"]
+    assert stock["cold"]
+    assert ours["cold"]
+    text = " ".join(TEXT.split())
+    assert f"started in {stock['load_s']:.0f} and {ours['load_s']:.0f} s;" in text
+    assert f"in {stock['restart_s'][0]:.0f} and {ours['restart_s'][0]:.0f} s." in text
+
+
+def test_why_eight_streams_of_the_27b_are_slow_is_told_by_what_was_measured() -> None:
+    found, text = record("linear")["tried"][sweeps.STEP], " ".join(TEXT.split())
+    graphs = found["engine_graph_us"]
+    one, eight = ([graphs[whose][at] for whose in ("stock", "ours")] for at in (0, -1))
+    assert (
+        f"took {one[0]:,} us of stock's and {one[1]:,} of ours at one token, {eight[0]:,} and {eight[1]:,} at" in text
+    )
+    stock, before, now = (found["us"][whose] for whose in ("stock", "before", "now"))
+    assert f"takes {now[3]:,.0f} us at eight tokens instead of {before[3]:,.0f}, stock's {stock[3]:,.0f};" in text
+    assert f"at one {now[0]:,.0f} instead of {before[0]:,.0f}, stock's {stock[0]:,.0f}." in text
+    rates = [record("linear")["engine"][label]["decode"]["8"] for label in ("stock", "ours")]
+    step_ms, saved_ms = 8e3 / rates[1], (before[3] - now[3]) / 1e3
+    ratio = 8e3 / (step_ms - saved_ms) / rates[0]
+    assert f"would be {saved_ms:.2f} ms shorter of {step_ms:.2f} by that, which is {ratio:.2f}x." in text
+
+
+def test_nvfp4_layers_of_a_step_are_compared_with_what_they_take_alone() -> None:
+    found, text = record("linear")["tried"][sweeps.STEP], " ".join(TEXT.split())
+    sums = {
+        m: sum(found["kernels"][m]["before"][role]["us"] for role in ("gate_up", "down", "attn_qkv", "attn_o"))
+        for m in ("8", "1")
     }
-    for kind, named in titles.items():
-        for count, ours in log["ours"][kind].items():
-            stock = log["stock"][kind][count]
-            title = named.get(count, f"{count} streams")
-            assert f"| {title} | {stock:.1f} | {ours:.1f} | {ours / stock:.2f}x |" in TEXT
-    ratios = [log["ours"]["decode"][streams] / log["stock"]["decode"][streams] for streams in ("1", "8")]
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert "(with later code {:.2f} and {:.2f} times, in a visit that ended".format(*ratios) in readme
+    alone = found["parts"]["alone_us"]
+    assert f"took {sums['8']:,.0f} us with code {found['codes']['before']}" in text
+    assert f"they add up to {alone['8']:,}; those of one token took {sums['1']:,.0f}, and alone {alone['1']:,}." in text
 
 
 def test_what_is_left_in_a_step_is_the_records_profile_the_dearest_first() -> None:
@@ -200,9 +219,11 @@ def test_clocks_are_those_of_the_record() -> None:
     assert set(capped) == {"prefill 8192", "behind 4096", "behind 65536", "behind 261632"}
     low = [f"{capped[name]:,.0f}" for name in ("behind 4096", "behind 261632")]
     assert "to {} MHz behind 4,096 tokens and {} behind 261,632; stock never was".format(*low) in text
-    later = record("linear")["engine_log"]["stock"]["clocks"]
-    assert f"drew {later['decode 1']['power_w']:.0f} W at one stream" in text
-    assert f"to {later['decode 8']['sm_mhz_low']:,.0f} MHz at times." in text
+    stock, ours = (run["clocks"] for run in record("engine-27b")["runs"])
+    power = [one["decode 1"]["power_w"] for one in (stock, ours)]
+    assert f"The 27B of stock drew {power[0]:.0f} W at one stream, ours {power[1]:.0f};" in text
+    low = [one["decode 8"]["sm_mhz_low"] for one in (stock, ours)]
+    assert f"lowered its clock at times, to {low[0]:,.0f} and {low[1]:,.0f} MHz." in text
 
 
 def test_elections_are_those_counted_and_what_chance_would_elect() -> None:
@@ -243,7 +264,7 @@ def test_known_answers_on_a_card_are_all_right_in_every_way_that_the_page_names(
     stock = {("stock", True, False), ("stock", False, False)}
     assert ways == stock | {("hybrid", True, False), ("hybrid", False, False), ("hybrid", False, True)}
     assert "all 79 right" in TEXT
-    again = record("linear")["engine_log"]["code"]
+    again = record("engine-35b")["code"]
     assert [(run["backend"], run["options"]) for run in runs if run["code"] == again] == [("hybrid", {})]
     assert f"in CUDA graphs (code {again} as well)" in TEXT
 

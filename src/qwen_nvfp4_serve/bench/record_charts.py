@@ -113,11 +113,11 @@ def _memory_bars(runs: Sequence[EngineRun]) -> list[Bar]:
 
 
 def start_bars(runs: Sequence[EngineRun]) -> list[Bar]:
-    """Only starts that had the machine to themselves, and of which it is known what they found."""
+    """Starts of which it is known what they found; one beside others' is called so."""
     cold = [
-        (f"{run.label}: empty caches", run.load_s, 0.0, _colour(run.label))
+        (f"{run.label}: empty caches{', beside others' * run.side_by_side}", run.load_s, 0.0, _colour(run.label))
         for run in runs
-        if run.cold and not run.side_by_side
+        if run.cold
     ]
     warm = [
         (f"{run.label}: caches filled", again.median, again.std, _colour(run.label))

@@ -21,23 +21,39 @@ def test_projection_behind_dependent_kernels_is_that_of_the_record() -> None:
     assert f"`gdn_qkvz` takes {dependent:.1f} instead of {plain:.1f} us at 8 tokens behind dependent kernels" in TEXT
 
 
-def form(m: int, form: str, us: float) -> dict[str, Any]:
-    return {"M": m, "form": form, "group": "main", "last_us": us, "power_w": 500.4, "lowest_mhz": 1980.0 - us}
-
-
-def test_stack_without_the_delta_net_is_compared_with_stock_without_it() -> None:
-    forms = [form(8, "stock", 40.0), form(8, "stock, no delta net", 20.0), form(8, "ours, no delta net", 16.0)]
-    forms += [form(1, "stock", 30.0), {**form(8, "stock", 41.0), "group": "again"}]
-    text = sweeps.stack({"card": "a card", "tried": {sweeps.STACK: {"forms": forms}}})
-    assert "never below 1940 MHz" in text
-    assert text.endswith(
-        "| linear layers | M=8 | M=1 |\n|---|---|---|\n"
-        "| stock | 40 (1.000), 500 W | 30 (1.000), 500 W |\n"
-        "| stock, no delta net | 20 (1.000), 500 W |  |\n"
-        "| ours, no delta net | 16 (1.250), 500 W |  |\n"
-    )
-
-
 @pytest.mark.parametrize("table", sweeps.TABLES, ids=lambda table: table.__name__)
 def test_documentation_holds_the_tables_of_the_sweeps(table: Any) -> None:
     assert table(RESULT) in TEXT
+
+
+def test_fence_text_is_of_the_sweep() -> None:
+    cell = RESULT["tried"][sweeps.FENCE]["layers"]["27b/gate_up"]["48"]
+    told = f"gate_up {cell['after the turn']['us']:.1f} us at 48 tokens, without the fence, which would be wrong, "
+    assert told + f"{cell['without the fence']['us']:.1f}." in " ".join(TEXT.split())
+
+
+def test_aims_text_is_of_the_record() -> None:
+    rows = {
+        (row["shape"].removeprefix("27b/"), row["M"]): row for row in RESULT["rows"] if row["shape"].startswith("27b")
+    }
+    gate_up, attn_qkv = rows["gate_up", 1], rows["attn_qkv", 1]
+    text = " ".join(TEXT.split())
+    assert (
+        f"M=1: 60 % of a plain read, 1.25x Marlin | {gate_up['marlin_us'] / gate_up['ours_us']:.2f}x on gate_up" in text
+    )
+    behind = attn_qkv["marlin_behind_us"] / attn_qkv["ours_behind_us"]
+    assert f"{attn_qkv['marlin_us'] / attn_qkv['ours_us']:.2f}x on attn_qkv (52 %), where it is {behind:.2f}x" in text
+    attn_qkv = rows["attn_qkv", 8]
+    behind = attn_qkv["marlin_behind_us"] / attn_qkv["ours_behind_us"]
+    assert f"**{attn_qkv['marlin_us'] / attn_qkv['ours_us']:.2f}x** on attn_qkv, where it is {behind:.2f}x" in text
+    four = ("gate_up", "down", "attn_qkv", "attn_o")
+    slowest = min(
+        four,
+        key=lambda layer: min(rows[layer, m]["marlin_us"] / rows[layer, m]["ours_us"] for m in (16, 24, 32, 48, 64)),
+    )
+    assert slowest == "attn_o"
+    last = rows["attn_o", 48]
+    assert f"(attn_o at 48 tokens: {last['ours_us']:.1f} against {last['marlin_us']:.1f} us)" in text
+    beyond = [rows[layer, 4096]["ours_us"] / rows[layer, 4096]["bf16_us"] for layer in four]
+    assert max(beyond) < 1.09, "7 to 9 % on the four"
+    assert min(beyond) > 1.065

@@ -11,32 +11,102 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-FEW, LAUNCH, STACK = "few tokens, before and now", "one launch, traced", "a stack of eight layers"
-ROLES = ("gate_up", "down", "attn_qkv", "attn_o", "gdn_qkvz", "gdn_out", "gdn_ba", "delta net")
-WITHOUT = ", no delta net"
-NAMES = {"marlin": "Marlin", "torch": "torch", "ours": "ours", "bf16": "ours"}
+STEP, LAUNCH, FENCE = "a step's graph", "one launch, traced", "copies before and after the fence"
+STACK = "a stack of eight layers"
 POINTS = {"activations": "activations there", "sums": "its sums there", "ended": "ended", "handing_over": "sums to end"}
+# Kernels of a step by the rows of the table. Marlin's are of all four NVFP4 layers.
+KERNELS = {
+    "NVFP4 layers": ("gate_up", "down", "attn_qkv", "attn_o", "Marlin"),
+    "of them gate_up": ("gate_up",),
+    "gdn_qkvz": ("gdn_qkvz",),
+    "gdn_out": ("gdn_out",),
+    "gdn_ba": ("gdn_ba", "reduction of gdn_ba"),
+    "delta net": ("delta net", "convolution"),
+    "norms and gates": ("norms", "gates", "gated norms"),
+}
 
 
-def before_and_now(result: dict[str, Any]) -> str:
-    """Markdown: microseconds of the kernels before and now, behind a small kernel and one after the other."""
-    sweep = result["tried"][FEW]
-    codes = f"before (code {sweep['before']}) and now ({sweep['now']})"
-    lines = [
-        f"Microseconds {codes}, {result['card']}, in one sweep: what a call adds behind a small kernel of torch's,",
-        "",
-    ]
-    lines += _before_and_now(sweep, "behind_us")
-    lines += ["", "and calls one after the other in a graph:", "", *_before_and_now(sweep, "us")]
-    return "\n".join(lines) + "\n"
-
-
-def _before_and_now(sweep: dict[str, Any], field: str) -> list[str]:
+def step(result: dict[str, Any]) -> str:
+    """Markdown: a graph of all layers by whose kernels it has, in brackets stock's time over it."""
+    found = result["tried"][STEP]
+    stock = found["us"]["stock"]
     rows = [
-        [layer, *(f"{a:.1f}, {b:.1f}" for a, b in zip(times[f"before_{field}"], times[f"now_{field}"], strict=True))]
-        for layer, times in sweep["layers"].items()
+        [_whose(found, whose), *(f"{us:,.0f} ({base / us:.3f})" for us, base in zip(times, stock, strict=True))]
+        for whose, times in found["us"].items()
     ]
-    return _table(["layer", *(f"M={m}" for m in sweep["tokens"])], rows)
+    return _said(
+        f"All 64 layers of the 27B in one graph, {result['card']}: microseconds of a replay, in brackets stock's "
+        "over it.",
+        _table(["kernels", *(f"M={m}" for m in found["tokens"])], rows),
+    )
+
+
+def _whose(found: dict[str, Any], whose: str) -> str:
+    return f"ours, code {found['codes'][whose]}" if whose in found["codes"] else whose
+
+
+def step_kernels(result: dict[str, Any]) -> str:
+    """Markdown: where that graph's time goes, for eight tokens and for one."""
+    found = result["tried"][STEP]
+    columns = [(m, whose) for m in found["kernels"] for whose in found["kernels"][m]]
+    rows = []
+    for title, names in KERNELS.items():
+        sums = [
+            sum(one["us"] for name, one in found["kernels"][m][whose].items() if name in names) for m, whose in columns
+        ]
+        rows.append([title, *(f"{us:,.0f}" if us else "" for us in sums)])
+    heads = [f"M={m}, {_whose(found, whose).removeprefix('ours, code ')}" for m, whose in columns]
+    return _said("Own microseconds of its kernels in a profile:", _table(["kernels", *heads], rows))
+
+
+def step_parts(result: dict[str, Any]) -> str:
+    """Markdown: that graph without parts of it."""
+    found = result["tried"][STEP]["parts"]["us"]
+    rows = [[title, *(f"{us:,.0f}" for us in by_m.values())] for title, by_m in found.items()]
+    return _said(
+        "The same graph by code 7949434 in another visit, microseconds of a replay:",
+        _table(["graph", *(f"M={m}" for m in next(iter(found.values())))], rows),
+    )
+
+
+def ways(result: dict[str, Any]) -> str:
+    """Markdown: what was tried in that graph, beside the same without it."""
+    rows = [
+        [way["what"], str(way["M"]), f"{way['beside_us']:,.0f}", f"{way['us']:,.0f}"]
+        for way in result["tried"][STEP]["ways"]
+    ]
+    return _said(
+        "Ways that were tried in it, each beside the same graph in the same visit:",
+        _table(["what", "M", "without", "with"], rows),
+    )
+
+
+def smaller(result: dict[str, Any]) -> str:
+    """Markdown: the same changes in a graph of the 35B's layers."""
+    found = result["tried"][STEP]["35b"]
+    rows = [[title, *(f"{us:,.0f}" for us in times)] for title, times in found["us"].items()]
+    return _said(
+        f"40 layers of the 35B in one graph, {result['card']}, microseconds of a replay:",
+        _table(["kernels", *(f"M={m}" for m in found["tokens"])], rows),
+    )
+
+
+def fence(result: dict[str, Any]) -> str:
+    """Markdown: the wgmma form before and after its copies are requested behind the fence."""
+    found = result["tried"][FENCE]
+    rows = [
+        [layer, *(f"{by_m[str(m)]['served before']['us']:.1f}, {_best(by_m[str(m)])}" for m in found["tokens"])]
+        for layer, by_m in found["layers"].items()
+    ]
+    return _said(
+        f"Microseconds one after the other, {result['card']}: what served before (code 7949434), and the best form "
+        "that requests copies after the turn, its tokens (t) and warps (w).",
+        _table(["layer", *(f"M={m}" for m in found["tokens"])], rows),
+    )
+
+
+def _best(cell: dict[str, Any]) -> str:
+    return f"{cell['after the turn']['us']:.1f} {cell['after the turn']['form']}"
 
 
 def one_launch(result: dict[str, Any]) -> str:
@@ -45,85 +115,28 @@ def one_launch(result: dict[str, Any]) -> str:
     at = [found["quantiles"].index(share) for share in (0, 0.5, 1)]
     rows = [
         [
-            f"{one['shape']}, M={one['M']}: "
-            f"{one['ctas']} CTAs of {one['warps']} warps, {one['window_steps']}-step windows",
+            f"{one['shape']}, M={one['M']}, {one['where']}",
             *(", ".join(f"{one[f'{point}_us'][i]:.1f}" for i in at) for point in POINTS),
         ]
         for one in found["launches"]
     ]
-    lines = [
-        f"When CTAs of one launch came to a point, microseconds after the first one began, {result['card']}: "
-        "the first, the median, the last.",
-        "",
-        *_table(["launch", *POINTS.values()], rows),
-    ]
-    return "\n".join(lines) + "\n"
+    ctas, warps = found["launches"][0]["ctas"], found["launches"][0]["warps"]
+    return _said(
+        f"When CTAs of one launch in that graph, {ctas} of {warps} warps, came to a point, microseconds after the "
+        "first one began: the first, the median, the last.",
+        _table(["launch", *POINTS.values()], rows),
+    )
 
 
-def stack(result: dict[str, Any]) -> str:
-    """Markdown: a stack of layers by who has its linear layers, for eight tokens and for one."""
-    forms = [row for row in result["tried"][STACK]["forms"] if row["group"] != "again"]
-    times = {(row["M"], row["form"]): row["last_us"] for row in forms}
-    tokens = list(dict.fromkeys(row["M"] for row in forms))
-    cells: dict[str, dict[int, str]] = {}
-    for row in forms:
-        m, form, us = row["M"], row["form"], row["last_us"]
-        stock = times[m, f"stock{WITHOUT}" if form.endswith(WITHOUT) else "stock"]
-        cells.setdefault(form, {})[m] = f"{us:.0f} ({stock / us:.3f}), {row['power_w']:.0f} W"
-    rows = [[form, *(by_m.get(m, "") for m in tokens)] for form, by_m in cells.items()]
-    lines = [
-        f"Eight of the 27B's decode layers in one graph, {result['card']}, replayed without a pause: microseconds of a "
-        "replay, in brackets stock's over it, and the card's power. "
-        f"Its SM clock was never below {min(row['lowest_mhz'] for row in forms):.0f} MHz. "
-        "Ours: NVFP4 layers and gdn_ba; as served: gdn_out too, and the small kernels between launched dependently.",
-        "",
-        *_table(["linear layers", *(f"M={m}" for m in tokens)], rows),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def alone(result: dict[str, Any]) -> str:
-    """Markdown: calls of one of the stack's layers one after the other, at once and when the card is warm."""
-    calls = result["tried"][STACK]["alone"]
-    rows = [
-        [
-            f"{row['role']}, {NAMES[row['how']]}",
-            *(f"{row[field]:.1f}" for field in ("short_us", "last_us")),
-            f"{row['sm_mhz']:.0f}, {row['lowest_mhz']:.0f}",
-            f"{row['power_w']:.0f}",
-        ]
-        for row in calls
-    ]
-    heads = ["calls", "us at once", "us in the second half of a second", "its SM clock, lowest, MHz", "W"]
-    lines = [f"Calls of one layer alone at {calls[0]['M']} tokens, {result['card']}:", "", *_table(heads, rows)]
-    return "\n".join(lines) + "\n"
-
-
-def kernels(result: dict[str, Any]) -> str:
-    """Markdown: what each of the stack's kernels takes itself, by who has the linear layers."""
-    found = result["tried"][STACK]["kernels"]
-    lines = [f"Kernels of the stack at 8 tokens in a profile, {result['card']}: own microseconds a call.", ""]
-    return "\n".join([*lines, *_table(["kernel", *found], _kernels(found))]) + "\n"
-
-
-def _kernels(kernels: dict[str, dict[str, float]]) -> Iterable[list[str]]:
-    for role in ROLES:
-        cells = [
-            ", ".join(f"{us:.1f}{_whose(name)}" for name, us in by_name.items() if name.split(" (")[0] == role)
-            for by_name in kernels.values()
-        ]
-        yield [role, *cells]
-
-
-def _whose(name: str) -> str:
-    return f", {NAMES[name.split(' (')[1].rstrip(')')]}" if " (" in name else ""
+def _said(sentence: str, table: Sequence[str]) -> str:
+    return "\n".join([sentence, "", *table]) + "\n"
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
-TABLES = (before_and_now, one_launch, stack, alone, kernels)
+TABLES = (step, step_kernels, step_parts, ways, smaller, one_launch, fence)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
