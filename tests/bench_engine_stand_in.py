@@ -50,8 +50,8 @@ class LLM:
         self.worker = type("Worker", (getattr(importlib.import_module(module), name),), {"model_runner": self})()
         self.model_memory_usage = 3 << 30
         self.late, self.asleep, self.runs = late, False, 0
-    def collective_rpc(self, method):
-        return [getattr(self.worker, method)()]
+    def collective_rpc(self, method, args=()):
+        return [getattr(self.worker, method)(*args)]
     def sleep(self, level, mode):
         assert (level, mode) == (0, "keep")  # any other forgets something
         self.asleep = True

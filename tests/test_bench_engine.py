@@ -181,6 +181,13 @@ def test_engine_markdown_sets_a_timed_step_beside_its_kernels_where_no_moment_co
     assert page.count("timed without the profile") == 2, "not where kernels overlap, nor of streams that were not timed"
 
 
+def test_engine_markdown_sets_a_decode_graph_beside_its_kernels() -> None:
+    stock, ours = result().runs
+    page = engine_markdown(replace(result(), runs=(stock, replace(ours, graph_us={1: 4321.4, 2: 5000.0}))), None)
+    assert page.count("| its graph, replayed with nothing between |") == 1, "of one stream alone there is a profile"
+    assert "| its graph, replayed with nothing between | 4321 | |" in page.split("## A decode step of ours")[1]
+
+
 def test_engine_markdown_names_card_ratio_and_share_of_the_roofline() -> None:
     page = engine_markdown(loaded(text_bytes(plan_model())), plan_model())
     bound = roofline(plan_model(), CARD.name, 128 + 144)

@@ -104,7 +104,8 @@ class EngineRun:
     side_by_side: other engines started at the same time, so that load_s compares with nothing. restart_s: load_s of new
     processes, from the caches of the first. clocks: measurement, as `decode 8` -> what the card did meanwhile.
     prefill_steps: measurement of several streams, as `decode 8` or `profile 8` -> in how many steps they began, of each
-    of its runs: where that differs, prefills do not cancel.
+    of its runs: where that differs, prefills do not cancel. graph_us: streams -> microseconds of a replay of the graph
+    that decodes them, without the host between, the head and sampling.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -127,6 +128,7 @@ class EngineRun:
     restart_s: tuple[float, ...] = ()
     clocks: dict[str, Clocks] = field(default_factory=dict)
     prefill_steps: dict[Label, tuple[int, ...]] = field(default_factory=dict)
+    graph_us: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

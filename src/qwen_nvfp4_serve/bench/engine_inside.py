@@ -6,10 +6,12 @@ spawned. Importing it makes dummy weights ours there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from qwen_nvfp4_serve.bench import dummy_weights
+from qwen_nvfp4_serve.bench.decode_graphs import replay_us
 from qwen_nvfp4_serve.bench.kernel_times import apart
 
 
@@ -32,6 +34,10 @@ class Inside:
             return model, None, None
         free, total = cuda.mem_get_info()
         return model, int(total - free), int(cuda.memory_reserved())
+
+    def bench_graphs(self, tokens: Sequence[int]) -> list[tuple[int, float]]:
+        """Pairs of `decode_graphs.replay_us`. Nothing is asked of the engine after that."""
+        return list(replay_us(getattr(self, "model_runner", None), tokens).items())
 
     def bench_profile_start(self) -> None:
         """Profiles kernels (operators on a CPU) from here on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from qwen_nvfp4_serve.bench.clocks import clocks_section
@@ -39,6 +39,7 @@ OTHER_KIND = "other"
 BACKEND_OPTIONS = ("linear_backend", "moe_backend")  # of vllm.LLM: whose kernels compute, instead of vLLM's own choice
 SCATTER = 0.05  # standard deviation over median
 OVERLAP = "A kernel that starts before the one ahead has ended counts its waiting here: the times"
+STEP, GRAPH = "a step, timed without the profile", "its graph, replayed with nothing between"
 STAYING = "Requests reach the core one by one, and a prefill may stay in a profile of several streams: such times"
 
 
@@ -82,7 +83,8 @@ def engine_markdown(result: EngineResult, model: PlanModel | None) -> str:
         first_longer = _longer_than_a_step(run)
         for streams, kernels in _profiles(run).items():
             title, unit = ("", "token") if streams == 1 else (f", {streams} streams", "step")
-            lines += _step_lines(f"## A decode step of {run.label}{title}", unit, kernels, _step_us(run, streams))
+            wholes = {STEP: _step_us(run, streams), GRAPH: run.graph_us.get(streams)}
+            lines += _step_lines(f"## A decode step of {run.label}{title}", unit, kernels, wholes)
             if streams == first_longer:
                 said = STAYING if run.kernels_apart else OVERLAP
                 lines += [f"{said} of {run.label} add up to more than a step.", ""]
@@ -160,13 +162,13 @@ def _step_us(run: EngineRun, streams: int) -> float | None:
     return streams / run.decode[streams].median * 1e6 if run.kernels_apart and streams in run.decode else None
 
 
-def _step_lines(title: str, unit: str, kernels: Sequence[Kernel], step_us: float | None) -> list[str]:
+def _step_lines(title: str, unit: str, kernels: Sequence[Kernel], wholes: Mapping[str, float | None]) -> list[str]:
     if not kernels:
         return []
     lines = [title, "", f"| kernels | us per {unit} | calls |", "|:--|--:|--:|"]
     lines += [f"| {kind} | {us:.0f} | {calls:.0f} |" for kind, us, calls in by_kind(kernels)]
     lines += [f"| all | {sum(one.us for one in kernels):.0f} | {sum(one.calls for one in kernels):.0f} |"]
-    lines += [] if step_us is None else [f"| a step, timed without the profile | {step_us:.0f} | |"]
+    lines += [f"| {name} | {us:.0f} | |" for name, us in wholes.items() if us is not None]
     return [*lines, ""]
 
 

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -197,6 +198,7 @@ def measured(engine: Any, spec: EngineSpec, run: EngineRun) -> EngineRun:
         model_bytes=model_bytes,
         used_bytes=used_bytes,
         reserved_bytes=reserved_bytes,
+        graph_us=graphs(engine, spec.streams),
     )
 
 
@@ -247,6 +249,16 @@ def memory(engine: Any) -> tuple[int | None, int | None, int | None]:
         print(f"memory not known: {error}", flush=True)
         return None, None, None
     return model, used, reserved
+
+
+def graphs(engine: Any, streams: Sequence[int]) -> dict[int, float]:
+    """Microseconds of a replay of each of these streams' decode graphs; none where vLLM's have changed."""
+    try:
+        (found,) = engine.collective_rpc("bench_graphs", args=(list(streams),))
+    except Exception as error:
+        print(f"decode graphs not timed: {error}", flush=True)
+        return {}
+    return {int(tokens): float(us) for tokens, us in found}
 
 
 def end_core(engine: Any | None) -> None:
