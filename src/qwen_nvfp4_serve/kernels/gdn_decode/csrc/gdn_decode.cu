@@ -19,8 +19,9 @@ constexpr int kWorkers = kHead;               // threads that compute: two chann
 constexpr int kThreads = kWorkers + 32;       // and a warp for the counter, whose fence stalls it, and the gates
 constexpr int kRowLanes = 8;                  // lanes that share a row of the state
 constexpr int kPassRows = kWorkers / kRowLanes;
-constexpr int kManyHeads = 144;               // of all tokens, from which 64 rows to a CTA take less time than 32 (docs/kernels-engine.md)
-constexpr int kPassingPart = 6;               // states of this part of the L2 and more are not to stay in it
+// Both measured: docs/kernels-linear.md, "In a step".
+constexpr int kManyHeads = 144;               // of all tokens, from which 64 rows to a CTA take less time than 32
+constexpr int kPassingPart = 6;               // states of this part of the L2 and more leave it first
 constexpr float kNormEpsilon = 1e-6f;         // vLLM's kernels
 constexpr float kSoftplusThreshold = 20.0f;   // the same
 
@@ -35,7 +36,7 @@ struct DecodeParams {
     int64_t x_stride, a_stride, b_stride, index_stride, conv_slot_stride, conv_token_stride, state_slot_stride;
     float scale;
     int key_heads, value_heads, group, group_inverse;  // value heads to a key head, and how to divide by it
-    bool a_log_is_bf16, dt_bias_is_bf16, early, pass;
+    bool a_log_is_bf16, dt_bias_is_bf16, early, leave_first;  // the L2, what is written to it
 };
 
 __device__ __forceinline__ float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
@@ -167,8 +168,8 @@ struct Tile {
     }
 
     // Not a plain store, which may be taken apart.
-    static __device__ __forceinline__ void keep(uint4* to, uint4 piece, bool pass) {
-        if (pass) {
+    static __device__ __forceinline__ void store(uint4* to, uint4 piece, bool leave_first) {
+        if (leave_first) {
             __stcs(to, piece);
         } else {
             __stcg(to, piece);
@@ -222,7 +223,7 @@ struct Tile {
                 Piece<T>::unpack(held[pass][piece], s);
 #pragma unroll
                 for (int i = 0; i < columns; ++i) s[i] = gates.decay * s[i] + delta * k[piece][i];
-                keep(place(pass, piece), Piece<T>::pack(s), p.pass);
+                store(place(pass, piece), Piece<T>::pack(s), p.leave_first);
             }
             const float o = q_norm * (gates.decay * products[2 * pass + 1] + delta * products[2 * Passes + 2]);
             if (threadIdx.x % kRowLanes == 0) out[row] = __float2bfloat16_rn(o);
@@ -306,14 +307,14 @@ DecodeKernel kernel_of(bool state_is_bf16, int rows) {
     }
 }
 
-DecodeParams params_of(const GdnDecodeCall& c, bool pass) {
+DecodeParams params_of(const GdnDecodeCall& c, bool leave_first) {
     const int group = c.value_heads / c.key_heads;
     const auto bf16 = [](const void* p) { return static_cast<const __nv_bfloat16*>(p); };
     return {bf16(c.x), bf16(c.weight), bf16(c.bias), bf16(c.a), bf16(c.b), c.a_log, c.dt_bias,
             static_cast<const int32_t*>(c.indices), static_cast<__nv_bfloat16*>(c.conv_state), c.state,
             static_cast<__nv_bfloat16*>(c.out), static_cast<unsigned*>(c.counters),
             c.x_stride, c.a_stride, c.b_stride, c.index_stride, c.conv_slot_stride, c.conv_token_stride, c.state_slot_stride,
-            c.scale, c.key_heads, c.value_heads, group, 65536 / group + 1, c.a_log_is_bf16 != 0, c.dt_bias_is_bf16 != 0, c.early != 0, pass};
+            c.scale, c.key_heads, c.value_heads, group, 65536 / group + 1, c.a_log_is_bf16 != 0, c.dt_bias_is_bf16 != 0, c.early != 0, leave_first};
 }
 
 }  // namespace
@@ -337,7 +338,7 @@ int32_t gdn_decode(const GdnDecodeCall* call, void* stream) {
     if (const auto error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device)) return error;
     if (const auto error = cudaDeviceGetAttribute(&cache_bytes, cudaDevAttrL2CacheSize, device)) return error;
     // What is written waits in the L2 until something takes its place: of many states, that would be the next layers' weights.
-    const bool pass = heads * kHead * kHead * (call->state_is_bf16 ? 2 : 4) >= cache_bytes / kPassingPart;
+    const bool leave_first = heads * kHead * kHead * (call->state_is_bf16 ? 2 : 4) >= cache_bytes / kPassingPart;
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -347,5 +348,5 @@ int32_t gdn_decode(const GdnDecodeCall* call, void* stream) {
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &attribute;
     config.numAttrs = call->dependent && major >= 9 ? 1 : 0;
-    return cudaLaunchKernelEx(&config, kernel, params_of(*call, pass));
+    return cudaLaunchKernelEx(&config, kernel, params_of(*call, leave_first));
 }
