@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from qwen_nvfp4_serve.bench.engine import (
     read_spec,
 )
 from qwen_nvfp4_serve.bench.engine_page import by_kind, engine_markdown, kind_of, roofline
-from qwen_nvfp4_serve.bench.kernel_times import apart
+from qwen_nvfp4_serve.bench.kernel_times import apart, apart_on_card
 from qwen_nvfp4_serve.bench.measured import measured_model, text_bytes
 from qwen_nvfp4_serve.bench.rows import number
 from qwen_nvfp4_serve.bench.statistics import Spread, spread
@@ -145,6 +146,16 @@ def test_kernels_that_overlap_count_once() -> None:
     ]
     assert sorted(apart(spans)) == [("alone", 1.5, 1), ("early", 11.0, 2), ("inside", 0.0, 1), ("late", 4.0, 1)]
     assert apart([]) == []
+
+
+def test_kernels_of_a_profile_are_those_on_the_card() -> None:
+    kinds = pytest.importorskip("torch").autograd.DeviceType
+
+    def event(name: str, kind: object, start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(start=start, end=end))
+
+    events = [event("launch", kinds.CPU, 0.0, 9.0), event("kernel", kinds.CUDA, 2.0, 5.0)]
+    assert apart_on_card(SimpleNamespace(events=lambda: events)) == [("kernel", 3.0, 1)]
 
 
 def test_engine_markdown_says_where_kernels_count_their_waiting() -> None:

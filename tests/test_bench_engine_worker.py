@@ -93,6 +93,25 @@ while [ $lines -gt 0 ]; do echo "1980, 3201, 500.5, 60, 0x4"; sleep 0.01; lines=
     assert not left_of(started, 0.0)
 
 
+def test_engine_worker_asks_for_the_graphs_of_its_streams_and_does_without(tmp_path: Path) -> None:
+    install_stand_in(tmp_path)
+    spec = EngineSpec(
+        model_folder="a-model",
+        configurations={"with": {"graphs": True}, "without": {}, "changed": {"graphs": False}},
+        streams=(1, 8),
+        short=2,
+        long=10,
+        prefills=(),
+        rounds=1,
+        profile_tokens=0,
+    )
+    done = run_worker(tmp_path, spec)
+    assert done.returncode == 0, done.stderr
+    found = {run.label: run.graph_us for run in read_engine(tmp_path / "engine.json").runs}
+    assert found == {"with": {1: 1000.0, 8: 8000.0}, "without": {}, "changed": {}}
+    assert done.stdout.count("decode graphs not timed: ") == 1
+
+
 def test_engine_worker_starts_again_from_the_caches_of_its_first_start(tmp_path: Path) -> None:
     install_stand_in(tmp_path)
     spec = EngineSpec(

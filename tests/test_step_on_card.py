@@ -2,54 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from tests import step_on_card
-from tests.step_on_card import BF16, SIZES, Dims, Layer
+from tests.step_on_card import ATTENTION, BF16, BOTH, DELTA_NET, SIZES, Layer, Model
 
+from qwen_nvfp4_serve.kernels.gdn_decode import Step
+from qwen_nvfp4_serve.kernels.gdn_decode.check import Form, random_step
 from qwen_nvfp4_serve.kernels.nvfp4_linear.shapes import SHAPES
-from qwen_nvfp4_serve.synthetic import ARCHITECTURES, CheckpointSpec
-from qwen_nvfp4_serve.synthetic.config import model_config
 
-SMALL = Dims(
+SMALL = Model(
     kinds=("linear_attention", "full_attention"),
-    hidden=64,
+    sizes={
+        "gdn_qkvz": (6 * 128, 64),
+        "gdn_ba": (4, 64),
+        "gdn_out": (64, 256),
+        "attn_qkv": (2 * 48 + 32, 64),
+        "attn_o": (64, 48),
+        "gate_up": (160, 64),
+        "down": (64, 80),
+    },
     attention=48,
-    value_heads=2,
-    key_heads=1,
-    nvfp4={"attn_qkv": (2 * 48 + 32, 64), "attn_o": (64, 48), "gate_up": (160, 64), "down": (64, 80)},
-    bf16={"gdn_qkvz": (6 * 128, 64), "gdn_ba": (4, 64), "gdn_out": (64, 256)},
+    form=Form(key_heads=1, group=2),
 )
-
-
-def dims_of(size: str, tokens: int = 1) -> Dims:
-    spec = CheckpointSpec(architecture=ARCHITECTURES[SIZES[size]], style="ct-w4a4")
-    return step_on_card.dims_of(model_config(spec)["text_config"], tokens)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_layers_are_those_that_the_kernels_are_measured_for(size: str) -> None:
-    dims = dims_of(size)
-    for shape in SHAPES:
-        model, role = shape.name.split("/")
-        if model == size and role not in {"lm_head", "shared_gate_up", "shared_down"}:
-            assert {**dims.nvfp4, **dims.bf16}[role] == (shape.n, shape.k)
-    assert dims.kinds.count("linear_attention") == 3 * dims.kinds.count("full_attention")
+    model = step_on_card.model_of(size, 1)
+    seen = [shape for shape in SHAPES if shape.model == size and shape.layer in model.sizes]
+    assert len(seen) >= 4
+    for shape in seen:
+        if size == "27b" or shape.layer not in BOTH:
+            assert model.sizes[shape.layer] == (shape.n, shape.k)
+    assert model.kinds.count("linear_attention") == 3 * model.kinds.count("full_attention")
 
 
 def test_experts_are_as_many_as_tokens_elect_at_random() -> None:
-    assert dims_of("35b", 1).nvfp4["down"] == (2048, 9 * 512)
-    assert dims_of("35b", 8).nvfp4["down"] == (2048, (57 + 1) * 512)
-    assert dims_of("27b", 8).nvfp4["down"] == (5120, 17408)
+    assert step_on_card.model_of("35b", 1).sizes["down"] == (2048, 9 * 512)
+    assert step_on_card.model_of("35b", 8).sizes["down"] == (2048, (57 + 1) * 512)
+    assert step_on_card.model_of("27b", 8).sizes["down"] == (5120, 17408)
 
 
 class Plain:
     """torch's products and norms; notes which layers are asked for."""
 
-    def __init__(self, dims: Dims) -> None:
-        self.dims = dims
+    def __init__(self) -> None:
         self.roles: list[str] = []
         self.deltas: list[torch.Tensor | None] = []
 
@@ -57,10 +55,10 @@ class Plain:
         self.roles.append(role)
         return torch.nn.functional.linear(x, layer.weights[role])
 
-    def delta_net(self, layer: Layer, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
-        step = step_on_card.delta_net_step(self.dims, layer, qkvz, ba)
-        assert step.a.shape == step.b.shape == (qkvz.shape[0], self.dims.value_heads)
-        return step.x[:, -self.dims.value_heads * 128 :]
+    def delta_net(self, step: Step) -> None:
+        assert step.a.shape == step.b.shape == step.out.shape[:2]
+        assert step.a.data_ptr() > step.b.data_ptr(), "b comes first in vLLM's projection"
+        step.out.copy_(step.x[:, -256:].unflatten(1, (2, 128)))
 
     def norm(self, h: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         self.deltas.append(delta)
@@ -76,13 +74,17 @@ class Plain:
 
 
 def test_step_asks_for_every_layer_in_its_order() -> None:
-    dense = replace(SMALL, nvfp4={}, bf16={**SMALL.nvfp4, **SMALL.bf16})
-    layers = [step_on_card.random_layer(dense, kind, 3, "cpu") for kind in SMALL.kinds]
-    kernels, first = Plain(SMALL), torch.randn(3, SMALL.hidden).to(BF16)
+    layers = [
+        Layer(kind, {role: torch.randn(SMALL.sizes[role]).to(BF16) for role in roles}, step)
+        for kind, roles, step in (
+            ("linear_attention", (*DELTA_NET, *BOTH), random_step(SMALL.form, (1, 2, 3))),
+            ("full_attention", (*ATTENTION, *BOTH), None),
+        )
+    ]
+    kernels, first = Plain(), torch.randn(3, 64).to(BF16)
     h = torch.full_like(first, float("nan"))
     step_on_card.decode_step(SMALL, layers, kernels, first, h)
-    recurrent, attention = ["gdn_qkvz", "gdn_ba", "gdn_out"], ["attn_qkv", "attn_o"]
-    assert kernels.roles == [*recurrent, "gate_up", "down", *attention, "gate_up", "down"]
+    assert kernels.roles == [*DELTA_NET, *BOTH, *ATTENTION, *BOTH]
     assert kernels.deltas[0] is None
     total = first.clone()
     for delta in kernels.deltas[1:]:
@@ -90,10 +92,3 @@ def test_step_asks_for_every_layer_in_its_order() -> None:
         total += delta
     assert torch.equal(h, total)
     assert not torch.equal(h, first)
-
-
-def test_nvfp4_weights_are_as_the_kernels_take_them() -> None:
-    dims = replace(SMALL, nvfp4={**SMALL.nvfp4, "gate_up": (256, 128)})
-    weight = step_on_card.random_weight(dims, "gate_up", "cpu")
-    assert weight.packed.shape == (256, 64)
-    assert weight.row_scale.shape == (256,)

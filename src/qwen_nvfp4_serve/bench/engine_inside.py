@@ -12,7 +12,7 @@ from typing import Any
 
 from qwen_nvfp4_serve.bench import dummy_weights
 from qwen_nvfp4_serve.bench.decode_graphs import replay_us
-from qwen_nvfp4_serve.bench.kernel_times import apart
+from qwen_nvfp4_serve.bench.kernel_times import apart_on_card
 
 
 class Inside:
@@ -47,13 +47,11 @@ class Inside:
         self.bench_trace.__enter__()
 
     def bench_profile_stop(self) -> list[tuple[str, float, int]]:
-        """Each kernel since then: its name, microseconds that were its own in all (`kernel_times.apart`), calls."""
+        """Each kernel since then: its name, microseconds that were its own in all (`kernel_times`), calls."""
         trace, self.bench_trace = self.bench_trace, None
         trace.__exit__(None, None, None)
         if import_module("torch").cuda.is_available():
-            on_card = import_module("torch.autograd").DeviceType.CUDA
-            events = (event for event in trace.events() if event.device_type == on_card)
-            rows = apart((str(event.name), event.time_range.start, event.time_range.end) for event in events)
+            rows = apart_on_card(trace)
         else:
             rows = [(str(row.key), float(row.self_cpu_time_total), int(row.count)) for row in trace.key_averages()]
         return [row for row in rows if row[1] > 0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import import_module
+from typing import Any
 
 
 def apart(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, float, int]]:
@@ -20,3 +22,10 @@ def apart(spans: Iterable[tuple[str, float, float]]) -> list[tuple[str, float, i
         sums[name] = (us + max(0.0, end - max(begin, busy_until)), calls + 1)
         busy_until = max(busy_until, end)
     return [(name, us, calls) for name, (us, calls) in sums.items()]
+
+
+def apart_on_card(trace: Any) -> list[tuple[str, float, int]]:
+    """The same of what a profile of torch's has of cards."""
+    on_card = import_module("torch.autograd").DeviceType.CUDA
+    events = (event for event in trace.events() if event.device_type == on_card)
+    return apart((str(event.name), event.time_range.start, event.time_range.end) for event in events)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Bar = tuple[str, float, float, str]
+BESIDE_OTHERS = ", beside others"  # of a start that shared the machine with another
 
 
 def draw_record(record: Sequence[Recorded], card: GpuRow, folder: Path) -> tuple[Path, ...]:
@@ -115,7 +116,7 @@ def _memory_bars(runs: Sequence[EngineRun]) -> list[Bar]:
 def start_bars(runs: Sequence[EngineRun]) -> list[Bar]:
     """Starts of which it is known what they found; one beside others' is called so."""
     cold = [
-        (f"{run.label}: empty caches{', beside others' * run.side_by_side}", run.load_s, 0.0, _colour(run.label))
+        (f"{run.label}: empty caches{BESIDE_OTHERS if run.side_by_side else ''}", run.load_s, 0.0, _colour(run.label))
         for run in runs
         if run.cold
     ]

@@ -17,3 +17,7 @@ extern "C" void run_last_first(int yes) { emulated::last_first = yes != 0; }
 
 // How many 16-byte pieces were stored so that they leave the L2 first, since it was asked last.
 extern "C" int passing_stores() { return std::exchange(emulated::passing_stores, 0); }
+
+// Whether launches run, and how many CTAs a token of the last one has.
+extern "C" void run_launches(int yes) { emulated::launches_run = yes != 0; }
+extern "C" int last_blocks() { return int(gridDim.x); }

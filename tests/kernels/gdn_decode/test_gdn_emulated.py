@@ -90,6 +90,22 @@ def test_states_that_would_fill_the_cache_pass_through_it(library: ctypes.CDLL, 
         assert library.passing_stores() == (pieces if tokens > staying else 0)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "key_heads", "value_heads", "rows"),
+    [(1, 36, 144, 64), (1, 35, 140, 32), (3, 16, 48, 64), (2, 16, 48, 32), (5, 16, 32, 64), (4, 16, 32, 32)],
+)
+def test_many_heads_take_more_rows_to_a_cta(
+    library: ctypes.CDLL, tokens: int, key_heads: int, value_heads: int, rows: int
+) -> None:
+    step = made_step([1] * tokens)
+    library.run_launches(0)
+    try:
+        assert Run(library, step)(step, key_heads=key_heads, value_heads=value_heads) == 0
+    finally:
+        library.run_launches(1)
+    assert library.last_blocks() == value_heads * (128 // rows)
+
+
 def test_tokens_of_no_request_leave_states_alone_and_give_zero(library: ctypes.CDLL) -> None:
     step = made_step([0, 4, -1, 2, 0], Form(1, 1))
     Run(library, step).check(step)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests import stock_gdn
 
 from qwen_nvfp4_serve.kernels import gdn_decode
 from qwen_nvfp4_serve.kernels.gdn_decode import Step, check, reference
@@ -68,31 +69,9 @@ def test_replayed_graph_of_early_launches_gives_the_bits_of_ordinary_ones(tokens
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_vllms_two_kernels_give_nearly_the_same(form: Form, tokens: int) -> None:
     pytest.importorskip("vllm")
-    from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_update
-    from vllm.third_party.flash_linear_attention.ops import fused_recurrent_gated_delta_rule_packed_decode
-
     (ours,), (theirs,) = steps_of(form, tokens), steps_of(form, tokens)
     gdn_decode.decode(ours, gdn_decode.counters("cuda", tokens, form.key_heads))
-    convolved = causal_conv1d_update(
-        theirs.x,
-        theirs.conv_state.transpose(-1, -2),
-        theirs.weight,
-        theirs.bias,
-        "silu",
-        conv_state_indices=theirs.indices,
-    )
-    fused_recurrent_gated_delta_rule_packed_decode(
-        mixed_qkv=convolved,
-        a=theirs.a,
-        b=theirs.b,
-        A_log=theirs.a_log,
-        dt_bias=theirs.dt_bias,
-        scale=theirs.scale,
-        initial_state=theirs.state,
-        out=theirs.out.unsqueeze(1),
-        ssm_state_indices=theirs.indices,
-        use_qk_l2norm_in_kernel=True,
-    )
+    stock_gdn.decode(theirs)
     assert torch.equal(ours.conv_state, theirs.conv_state)
     assert relative_rms(ours.out, theirs.out) < VLLM_RMS
     assert relative_rms(ours.state, theirs.state) < VLLM_RMS

@@ -57,3 +57,23 @@ def test_aims_text_is_of_the_record() -> None:
     beyond = [rows[layer, 4096]["ours_us"] / rows[layer, 4096]["bf16_us"] for layer in four]
     assert max(beyond) < 1.09, "7 to 9 % on the four"
     assert min(beyond) > 1.065
+
+
+def test_what_keeps_weights_longer_and_what_reads_early_are_of_the_record() -> None:
+    found, text = RESULT["tried"][sweeps.STEP], " ".join(TEXT.split())
+    alone = found["kept_in_l2_alone_us"]
+    assert f"slower alone (gate_up {alone['kept']:.1f} instead of {alone['served']:.1f} us at 8 tokens)" in text
+    early = [way["beside_us"] - way["us"] for way in found["ways"] if "before the kernel ahead" in way["what"]]
+    assert [f"{us / 48:.1f}" for us in early] == ["1.7", "1.7"]
+    assert "would gain 1.7 us a layer" in text
+
+
+def test_spread_of_a_launch_is_that_of_the_record() -> None:
+    at = [RESULT["tried"][sweeps.LAUNCH]["quantiles"].index(share) for share in (0, 1)]
+    spreads = []
+    for launch in RESULT["tried"][sweeps.LAUNCH]["launches"]:
+        first, last = (launch["sums_us"][place] for place in at)
+        spreads.append(last / first - 1)
+    assert min(spreads) > 0.14
+    assert max(spreads) < 0.31
+    assert "has its sums 15 to 30 % later than the first" in " ".join(TEXT.split())

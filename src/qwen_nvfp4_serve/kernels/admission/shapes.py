@@ -17,11 +17,10 @@ TILED_BYTES = 64 * MIB  # kernels/nvfp4_linear/tiled.py: bound of what the tiled
 EXPERTS_BYTES = 256 * MIB  # kernels/nvfp4_moe/large_m.py: bound of what the grouped GEMM takes beside its result
 
 
-def linear_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
-    """Every linear layer that a checkpoint of these dimensions can quantize, after vLLM's fusions, without repeats.
+def layers_of(dims: Dims, tensor_parallel: int = 1) -> dict[str, Shape]:
+    """Every linear layer of a decoder of these dimensions by its role, after vLLM's fusions, and the head.
 
-    Routed experts and the vision tower are not among them. Layers that a checkpoint leaves unquantized are included:
-    which those are is only known once the layer is built.
+    Routed experts and the vision tower are not among them.
     """
     cards, hidden = tensor_parallel, dims.hidden
     queries = dims.q_heads * dims.head_dim // cards
@@ -29,18 +28,27 @@ def linear_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
     value_width = dims.gdn_value_heads * dims.gdn_value_dim // cards
     key_width = dims.gdn_key_heads * dims.gdn_key_dim // cards
     vocab = -(-dims.vocab // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // cards
-    found = [
-        Shape(queries * (2 if dims.output_gate else 1) + 2 * keys, hidden),
-        Shape(hidden, queries),
-        Shape(2 * key_width + 2 * value_width, hidden),
-        Shape(2 * dims.gdn_value_heads // cards, hidden),
-        Shape(hidden, value_width),
-    ]
-    for width in (dims.intermediate, dims.shared_intermediate):
+    found = {
+        "attn_qkv": Shape(queries * (2 if dims.output_gate else 1) + 2 * keys, hidden),
+        "attn_o": Shape(hidden, queries),
+        "gdn_qkvz": Shape(2 * key_width + 2 * value_width, hidden),
+        "gdn_ba": Shape(2 * dims.gdn_value_heads // cards, hidden),
+        "gdn_out": Shape(hidden, value_width),
+    }
+    for kind, width in (("", dims.intermediate), ("shared_", dims.shared_intermediate)):
         if width:
-            found += [Shape(2 * width // cards, hidden), Shape(hidden, width // cards)]
+            found[f"{kind}gate_up"] = Shape(2 * width // cards, hidden)
+            found[f"{kind}down"] = Shape(hidden, width // cards)
     # The head is by far the largest, and often not quantized: last, should time run out.
-    return tuple(dict.fromkeys([*found, Shape(vocab, hidden)]))
+    return {**found, "lm_head": Shape(vocab, hidden)}
+
+
+def linear_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
+    """The shapes of `layers_of`, without repeats: of every layer that a checkpoint can quantize.
+
+    Layers that a checkpoint leaves unquantized are included: which those are is only known once the layer is built.
+    """
+    return tuple(dict.fromkeys(layers_of(dims, tensor_parallel).values()))
 
 
 def bf16_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:

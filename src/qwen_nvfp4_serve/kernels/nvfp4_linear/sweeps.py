@@ -61,11 +61,13 @@ def step_kernels(result: dict[str, Any]) -> str:
 
 def step_parts(result: dict[str, Any]) -> str:
     """Markdown: that graph without parts of it."""
-    found = result["tried"][STEP]["parts"]["us"]
-    rows = [[title, *(f"{us:,.0f}" for us in by_m.values())] for title, by_m in found.items()]
+    found = result["tried"][STEP]
+    by_title = found["parts"]["us"]
+    tokens = next(iter(by_title.values()))
+    rows = [[title, *(f"{by_m[m]:,.0f}" if m in by_m else "" for m in tokens)] for title, by_m in by_title.items()]
     return _said(
-        "The same graph by code 7949434 in another visit, microseconds of a replay:",
-        _table(["graph", *(f"M={m}" for m in next(iter(found.values())))], rows),
+        f"The same graph by code {found['codes']['before']} in another visit, microseconds of a replay:",
+        _table(["graph", *(f"M={m}" for m in tokens)], rows),
     )
 
 
@@ -99,8 +101,8 @@ def fence(result: dict[str, Any]) -> str:
         for layer, by_m in found["layers"].items()
     ]
     return _said(
-        f"Microseconds one after the other, {result['card']}: what served before (code 7949434), and the best form "
-        "that requests copies after the turn, its tokens (t) and warps (w).",
+        f"Microseconds one after the other, {result['card']}: what served before (code {found['code']}), and the best "
+        "form that requests copies after the turn, its tokens (t) and warps (w).",
         _table(["layer", *(f"M={m}" for m in found["tokens"])], rows),
     )
 
