@@ -6,7 +6,8 @@ that what is timed has the card to itself and the minutes in which engines compi
 
     engines    build, admission; then for one model after the other: stock and ours start side by side and are measured
                one at a time; with --restarts each starts again after that, alone, from its own caches
-    known      known answers of the embedded model, stock and ours, eager, compiled and with drafts
+    known      known answers of the embedded model, stock and ours, eager, compiled, with drafts, and with
+               the delta net in BF16
     elected    how many experts eight streams elect; it and the known answers run while the first model's engines start,
                and nothing is timed before they are done
     logs       the engine logs for the planner
@@ -47,6 +48,7 @@ KNOWN: dict[str, dict[str, Any]] = {
     "stock": STOCK,
     "stock-eager": {**STOCK, "enforce_eager": True},
     "ours": {},
+    "ours-plain": {"plain": True},
     "ours-eager": {"enforce_eager": True},
     "ours-drafts": {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}},
 }

@@ -2,7 +2,8 @@
 
 Not a test. All at once and some one by one, greedy, token by token as trained; QWEN_NVFP4_BACKEND decides whose
 kernels.
-LLM_OPTIONS: keyword arguments of vllm.LLM as JSON, and `which`: moe (the default) or dense.
+LLM_OPTIONS: keyword arguments of vllm.LLM as JSON; `which`: moe (the default) or dense; `plain`: with the delta net's
+projections in BF16.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tests.plain_projections import with_plain_projections
 from training.known_answers import conversation_of, tokens_of
 from training.tokenizer import REFERENCE_DIR, FastEncoder, load
 
@@ -37,9 +40,12 @@ def main() -> None:
     """Asks, and writes {asked, wrong, wrong_alone, options, backend}."""
     options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     folder = REFERENCE_DIR / options.pop("which", "moe")
+    plain = options.pop("plain", False)
     records = json.loads((folder / "known_answers.json").read_text())
     encoder = FastEncoder(load())
     cases = [tokens_of(encoder, conversation_of(record)) for record in records]
+    if plain:
+        folder = with_plain_projections(folder, Path(tempfile.mkdtemp()) / "model")
     bind_children()
     vllm = import_module("vllm")
     engine = vllm.LLM(model=str(folder), **{**OPTIONS, **options})

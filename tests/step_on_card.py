@@ -25,6 +25,7 @@ from qwen_nvfp4_serve.bench.decode_graphs import median_us
 from qwen_nvfp4_serve.bench.kernel_times import apart_on_card
 from qwen_nvfp4_serve.dims import Dims, dims_from_config
 from qwen_nvfp4_serve.kernels import bf16_linear, gdn_decode
+from qwen_nvfp4_serve.kernels.admission import bf16
 from qwen_nvfp4_serve.kernels.admission.shapes import layers_of
 from qwen_nvfp4_serve.kernels.gdn_decode.check import Form, moved, random_step
 from qwen_nvfp4_serve.kernels.nvfp4_linear import launch
@@ -90,6 +91,7 @@ class Kernels(Protocol):
     """Whose kernels compute. Each gives new rows; the delta net fills its step's outputs."""
 
     def linear(self, layer: Layer, role: str, x: torch.Tensor) -> torch.Tensor: ...
+    def projections(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
     def delta_net(self, step: gdn_decode.Step) -> None: ...
     def norm(self, h: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor: ...
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor: ...
@@ -104,7 +106,7 @@ def decode_step(model: Model, layers: list[Layer], kernels: Kernels, first: torc
     for layer in layers:
         y = kernels.norm(h, delta)
         if layer.step is not None:
-            qkvz, ba = kernels.linear(layer, "gdn_qkvz", y), kernels.linear(layer, "gdn_ba", y)
+            qkvz, ba = kernels.projections(layer, y)
             heads = ba.shape[1] // 2
             step = replace(layer.step, x=qkvz[:, : model.conv], a=ba[:, heads:], b=ba[:, :heads])
             kernels.delta_net(step)
@@ -135,9 +137,18 @@ class Ours:
             launch.small_m(x, weight.packed, weight.scales, weight.row_scale, None, y)
         return y
 
+    def projections(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As one product."""
+        qkvz, ba = layer.weights["gdn_qkvz"], layer.weights["gdn_ba"]
+        weight = bf16.joined(qkvz, ba)
+        assert weight is not None
+        y = torch.empty(x.shape[0], weight.shape[0], dtype=BF16, device=x.device)
+        bf16_linear.small_m(x, weight, None, y)
+        return y[:, : qkvz.shape[0]], y[:, qkvz.shape[0] :]
+
     def delta_net(self, step: gdn_decode.Step) -> None:
-        """In one launch."""
-        gdn_decode.decode(step, self.counts)
+        """In one launch, as an engine does."""
+        gdn_decode.decode(step, self.counts, early=True)
 
 
 class Stock:
@@ -160,6 +171,10 @@ class Stock:
         weight = layer.weights[role]
         return torch.nn.functional.linear(x, weight) if role in DELTA_NET else weight(x)
 
+    def projections(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As two."""
+        return self.linear(layer, "gdn_qkvz", x), self.linear(layer, "gdn_ba", x)
+
     def delta_net(self, step: gdn_decode.Step) -> None:
         """What was x of the projections is overwritten."""
         stock_gdn.decode(step)
@@ -171,7 +186,9 @@ def random_layers(model: Model, tokens: int) -> list[Layer]:
     layers = []
     for kind in model.kinds:
         recurrent = kind == "linear_attention"
-        weights = {role: random_weight_of(model, role) for role in (*(DELTA_NET if recurrent else ATTENTION), *BOTH)}
+        weights = {role: random_weight_of(model, role) for role in (*(("gdn_out",) if recurrent else ATTENTION), *BOTH)}
+        if recurrent:
+            weights |= random_projections(model)
         layers.append(Layer(kind, weights, moved(states, "cuda") if recurrent else None))
     return layers
 
@@ -182,6 +199,14 @@ def random_weight_of(model: Model, role: str) -> Any:
     if role in DELTA_NET:
         return torch.randn(n, k, device="cuda").to(BF16) * 0.02
     return random_weight(LinearShape("step", role, n, k))
+
+
+def random_projections(model: Model) -> dict[str, torch.Tensor]:
+    """The delta net's two of its input, which lie behind each other as in an engine."""
+    roles = DELTA_NET[:2]
+    rows, k = [model.sizes[role][0] for role in roles], model.sizes[roles[0]][1]
+    both = torch.randn(sum(rows), k, device="cuda").to(BF16) * 0.02
+    return dict(zip(roles, both.split(rows), strict=True))
 
 
 def captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -55,6 +55,9 @@ class Plain:
         self.roles.append(role)
         return torch.nn.functional.linear(x, layer.weights[role])
 
+    def projections(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(layer, "gdn_qkvz", x), self.linear(layer, "gdn_ba", x)
+
     def delta_net(self, step: Step) -> None:
         assert step.a.shape == step.b.shape == step.out.shape[:2]
         assert step.a.data_ptr() > step.b.data_ptr(), "b comes first in vLLM's projection"

@@ -17,6 +17,8 @@ from qwen_nvfp4_serve.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
+OURS = "qwen_nvfp4_admitted"
+
 
 @functools.cache
 def follow_admission() -> None:
@@ -58,7 +60,13 @@ def admitted_gemm(stock: Any) -> Any:
         result: torch.Tensor = torch.ops.qwen_nvfp4.bf16_linear(x, weight, bias)
         return result
 
+    setattr(gemm, OURS, True)
     return gemm
+
+
+def is_ours(gemm: Any) -> bool:
+    """True for what `admitted_gemm` made."""
+    return getattr(gemm, OURS, False) is True
 
 
 def _building() -> bool:

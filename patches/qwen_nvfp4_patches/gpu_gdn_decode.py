@@ -118,7 +118,9 @@ def in_one_launch(stock: Any) -> Any:
             _logger().warning_once("A delta net step is left to vLLM's kernels: %s", counts)
             stock(self, mixed_qkv, b, a, core_attn_out, attn_metadata)
             return
-        decode(step, counts)
+        # What wrote states and indices ended before the kernel ahead began: the projections lie between, and every
+        # kernel of a step waits for all before it, compiled ones by gpu-dependent-launch.
+        decode(step, counts, early=True)
 
     return _forward_core_decode_non_spec
 

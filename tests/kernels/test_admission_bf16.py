@@ -149,3 +149,53 @@ def test_op_is_one_node_of_a_compiled_graph(calls: list[int]) -> None:
         x = torch.randn(m, 256).bfloat16()
         torch.testing.assert_close(compiled(x).float(), 2 * (x.float() @ weight.float().T), rtol=2**-7, atol=2**-5)
     assert calls == [1]
+
+
+def halves(first: int, second: int, k: int, *, apart: int = 0) -> tuple[Any, Any]:
+    """Two weights in one memory, so many rows apart."""
+    memory = torch.randn(first + apart + second, k).bfloat16()
+    return memory[:first], memory[first + apart :]
+
+
+def test_two_layers_that_lie_behind_each_other_are_one_product(calls: list[int]) -> None:
+    first, second = halves(192, 8, 256)
+    found = bf16.joined(first, second)
+    assert found is not None
+    assert found.data_ptr() == first.data_ptr()
+    assert torch.equal(found, torch.cat((first, second)))
+    x = torch.randn(3, 256).bfloat16()
+    y = torch.ops.qwen_nvfp4.bf16_linear_of_two(x, first, second)
+    assert calls == [3]  # the plan is for both together
+    torch.testing.assert_close(y.float(), x.float() @ found.float().T, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize("m", [0, 1, 9])
+def test_two_layers_that_lie_elsewhere_are_two_products(calls: list[int], m: int) -> None:
+    first, second = halves(192, 8, 256)
+    columns = torch.randn(200, 512).bfloat16()
+    x = torch.randn(m, 256).bfloat16()
+    others = (
+        (first, second.clone()),
+        (second, first),
+        halves(192, 8, 256, apart=1),
+        (columns[:192, :256], columns[192:, :256]),
+    )
+    for one, other in others:
+        assert bf16.joined(one, other) is None
+        y = torch.ops.qwen_nvfp4.bf16_linear_of_two(x, one, other)
+        expected = torch.cat([torch.nn.functional.linear(x, weight) for weight in (one, other)], dim=-1)
+        assert torch.equal(y, expected)
+    assert calls == []
+
+
+def test_product_of_two_layers_is_one_node_of_a_compiled_graph(calls: list[int]) -> None:
+    first, second = halves(192, 8, 256)
+
+    def columns(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.qwen_nvfp4.bf16_linear_of_two(x, first, second)[:, 192:] * 2
+
+    for m in (1, 9):
+        x = torch.randn(m, 256).bfloat16()
+        y = torch.compile(columns, backend="aot_eager", dynamic=True)(x)
+        torch.testing.assert_close(y.float(), 2 * (x.float() @ second.float().T), rtol=2**-7, atol=2**-5)
+    assert calls == [1]

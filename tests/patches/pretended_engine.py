@@ -13,16 +13,25 @@ from typing import Any
 
 import torch
 
-from qwen_nvfp4_patches import fused_scales, gpu_nvfp4_linear, gpu_nvfp4_moe, gpu_nvfp4_moe_block, register
+from qwen_nvfp4_patches import (
+    fused_scales,
+    gpu_bf16_linear,
+    gpu_gdn_projections,
+    gpu_nvfp4_linear,
+    gpu_nvfp4_moe,
+    gpu_nvfp4_moe_block,
+    register,
+    seams,
+)
 from qwen_nvfp4_serve.kernels import admission, nvfp4_moe
-from qwen_nvfp4_serve.kernels.admission import Finding, Shape, Span, Table, Verdict, dispatch, experts
+from qwen_nvfp4_serve.kernels.admission import Finding, Shape, Span, Table, Verdict, bf16, dispatch, experts
 from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS, WITHOUT_LIMIT
 from qwen_nvfp4_serve.kernels.nvfp4 import dequantize_nvfp4, unswizzle_scales
 
 MARK = "PRETENDED "
 FEW = 4  # tokens that the whole block takes
 ANY_LINEAR = Table(facts={}, findings=(), took_s=0.0)
-ran = {"block": 0, "experts": 0, "linear": 0}
+ran = {"block": 0, "experts": 0, "linear": 0, "projected": 0}
 
 
 class LinearStandIn:
@@ -104,6 +113,7 @@ def pretend() -> None:
             module.dispatch_cpu_unquantized_gemm = keep
     for apply in (fused_scales._apply, gpu_nvfp4_moe._apply, gpu_nvfp4_moe_block._apply):
         apply()
+    project_once()
     ours = gpu_nvfp4_moe_block._ours
 
     def counted(block: Any, x: torch.Tensor, moe_block: Any) -> torch.Tensor:
@@ -111,6 +121,25 @@ def pretend() -> None:
         return ours(block, x, moe_block)
 
     gpu_nvfp4_moe_block._ours = counted
+
+
+def project_once() -> None:
+    """The delta net's projections as one product, in a CPU's forward, which has the lines of a card's."""
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+
+    gpu_bf16_linear.is_ours = lambda _: True
+    gpu_gdn_projections._apply()
+    seams.replace_function(
+        QwenGatedDeltaNetAttention, "forward_cpu", gpu_gdn_projections.projected_once, ("self", "hidden_states")
+    )
+    joined = bf16.joined
+
+    def counted(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+        found = joined(first, second)
+        ran["projected"] += found is not None
+        return found
+
+    bf16.joined = counted
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ class Card:
         self.layer_class = layer_class
         self.stock: list[tuple[Any, ...]] = []
         self.ours: list[Step] = []
+        self.early: list[bool] = []
         self.tried: list[Form] = []
         self.fault: str | None = None
         self.capturing = False
@@ -66,8 +67,9 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     def stock(self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, attn_metadata: Any) -> None:  # noqa: PLR0917
         card.stock.append((self, mixed_qkv, b, a, core_attn_out, attn_metadata))
 
-    def decode(step: Step, counts: Any, **_: Any) -> None:
+    def decode(step: Step, counts: Any, *, early: bool) -> None:
         """As the kernel would, by the definition."""
+        card.early.append(early)
         assert counts.shape[0] >= step.x.shape[0]
         expected = reference.expected(step)
         card.ours.append(step)
@@ -101,6 +103,7 @@ def test_step_of_a_decode_batch_is_ours(card: Card) -> None:
     assert torch.equal(step.conv_state, expected.conv_state)
     assert card.ours[0].state.data_ptr() == step.state.data_ptr()
     assert card.tried == [FORM]
+    assert card.early == [True]  # states are asked for before the projections have ended
 
 
 def test_only_the_steps_tokens_are_handed_on(card: Card) -> None:

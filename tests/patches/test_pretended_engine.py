@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.plain_projections import with_plain_projections
 
 from qwen_nvfp4_serve.shims import python_path
 
@@ -43,7 +44,8 @@ def ask(folder: Path, questions: Path, cache: Path) -> tuple[dict[str, Any], str
 
 
 def test_engine_with_our_block_and_experts_answers_what_the_model_knows(tmp_path: Path) -> None:
-    folder = Path(str(resources.files("qwen_nvfp4_serve"))) / "data" / "reference" / "moe"
+    reference = Path(str(resources.files("qwen_nvfp4_serve"))) / "data" / "reference" / "moe"
+    folder = with_plain_projections(reference, tmp_path / "model")
     known = json.loads((folder / "known_answers.json").read_text())
     plain = [
         row for row in known if not row["enable_thinking"] and row["expect"].get("content") and not row.get("tools")
@@ -52,14 +54,18 @@ def test_engine_with_our_block_and_experts_answers_what_the_model_knows(tmp_path
     questions.write_text(json.dumps([row["messages"] for row in plain[:QUESTIONS]]))
     first, _ = ask(folder, questions, tmp_path / "cache")
     assert first["answers"] == [row["expect"]["content"] for row in plain[:QUESTIONS]]
-    layers = json.loads((folder / "config.json").read_text())["text_config"]["num_hidden_layers"]
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    layers = text["num_hidden_layers"]
     ran = first["ran"]
     # Prompts are vLLM's block with our experts, tokens after them our block, each once a layer.
     assert ran["experts"] >= QUESTIONS * layers
     assert ran["block"] >= QUESTIONS * layers
     assert ran["experts"] % layers == ran["block"] % layers == 0
+    # The delta net's two projections were one product at each of them.
+    recurrent = text["layer_types"].count("linear_attention")
+    assert ran["projected"] >= (ran["experts"] + ran["block"]) // layers * recurrent > 0
     # A compiled graph that an earlier start left holds our op as well.
     second, log = ask(folder, questions, tmp_path / "cache")
     assert second["answers"] == first["answers"]
-    assert second["ran"]["block"] == ran["block"]
+    assert (second["ran"]["block"], second["ran"]["projected"] > 0) == (ran["block"], True)
     assert "Directly load" in log, log[-4000:]

@@ -1,9 +1,11 @@
 """Who computes a linear layer that a checkpoint leaves in BF16, and the op that follows what was found.
 
 torch.ops.qwen_nvfp4.bf16_linear(x, weight, bias)
+torch.ops.qwen_nvfp4.bf16_linear_of_two(x, first, second)
 
-The op looks at the number of tokens, and at the plan for its weight's shape, when it runs: neither is compiled into a
-graph. Without a plan it is the vendor's GEMM.
+The ops look at the number of tokens, and at the plan for their weight's shape, when they run: neither is compiled into
+a graph. Without a plan they are the vendor's GEMM. The second is of two layers of the same input, x [first; second]^T:
+one product where the second weight begins in memory where the first ends.
 """
 
 from __future__ import annotations
@@ -140,8 +142,32 @@ def _is_plain(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     return bias is None or (bias.dtype is torch.bfloat16 and bias.is_contiguous())
 
 
+def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
+    """[first; second] where they lie, of weights [N1, K] and [N2, K]; None unless one begins where the other ends."""
+    (rows, k), more = first.shape, second.shape[0]
+    one_memory = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    plain = first.is_contiguous() and second.is_contiguous() and first.dtype is second.dtype
+    if not (one_memory and plain and second.storage_offset() == first.storage_offset() + rows * k):
+        return None
+    return first.as_strided((rows + more, k), (k, 1))
+
+
+def _bf16_linear_of_two(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    weight = joined(first, second)
+    if weight is None:
+        return torch.cat([_bf16_linear(x, first, None), _bf16_linear(x, second, None)], dim=-1)
+    return _bf16_linear(x, weight, None)
+
+
+def _fake_of_two(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], first.shape[0] + second.shape[0]))
+
+
 def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:  # noqa: ARG001
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 op = ops.register("bf16_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _bf16_linear, _fake)
+op_of_two = ops.register(
+    "bf16_linear_of_two", "(Tensor x, Tensor first, Tensor second) -> Tensor", _bf16_linear_of_two, _fake_of_two
+)

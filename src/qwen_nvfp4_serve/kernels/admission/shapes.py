@@ -52,8 +52,13 @@ def linear_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
 
 
 def bf16_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
-    """The same layers as a checkpoint leaves them that does not quantize them."""
-    return tuple(Shape(shape.n, shape.k, bits=BF16_BITS) for shape in linear_shapes(dims, tensor_parallel))
+    """The same layers as a checkpoint leaves them that does not quantize them.
+
+    First the delta net's two projections of its input as one, which is how they are served.
+    """
+    layers = layers_of(dims, tensor_parallel)
+    together = Shape(layers["gdn_qkvz"].n + layers["gdn_ba"].n, dims.hidden)
+    return tuple(Shape(shape.n, shape.k, bits=BF16_BITS) for shape in dict.fromkeys((together, *layers.values())))
 
 
 def experts_shapes(dims: Dims, tensor_parallel: int = 1) -> tuple[Shape, ...]:
