@@ -7,6 +7,7 @@ import os
 import sys
 
 from qwen_nvfp4_patches import (
+    compiled_identity,
     cpu_compiled_reload,
     cpu_fp8_linear,
     cpu_mtp_state,
@@ -23,6 +24,7 @@ from qwen_nvfp4_patches import (
     gpu_nvfp4_linear,
     gpu_nvfp4_moe,
     gpu_nvfp4_moe_block,
+    gpu_whole_rows,
     quick_exit,
     qwen3_parser,
     rendezvous_file,
@@ -56,6 +58,8 @@ PATCHES: tuple[Patch, ...] = (
     gpu_gdn_decode.PATCH,
     gpu_gdn_projections.PATCH,
     gpu_dependent_launch.PATCH,
+    gpu_whole_rows.PATCH,
+    compiled_identity.PATCH,
     quick_exit.PATCH,
     qwen3_parser.PATCH,
     structured_reasoning.PATCH,

@@ -70,7 +70,8 @@ def replace_function(
     replacement = make(original)
     setattr(replacement, MARK, original)
     setattr(replacement, MAKER, _identity(make))
-    setattr(owner, name, replacement)
+    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(replacement) if static else replacement)
     for loaded in list(sys.modules.values()):
         if getattr(loaded, "__name__", "").startswith("vllm") and vars(loaded).get(name) is original:
             setattr(loaded, name, replacement)

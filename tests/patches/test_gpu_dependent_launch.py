@@ -44,12 +44,12 @@ def patched(filter_pdl: Any) -> Any:
 
 def test_kernel_that_only_stores_waits_too(patched: Any) -> None:
     """torch writes no wait into one that reads nothing of the kernel ahead: what follows would wait for it alone."""
-    assert lines_of(patched, ["tl.store(out_ptr0 + x0, 0.0)"]) == [WAIT, "tl.store(out_ptr0 + x0, 0.0)"]
+    assert lines_of(patched, ["tl.store(out_ptr0 + x0, 0.0)"]) == [WAIT, RELEASE, "tl.store(out_ptr0 + x0, 0.0)"]
 
 
-def test_wait_comes_before_the_first_load_and_the_release_after_the_last(patched: Any) -> None:
+def test_wait_comes_before_the_first_load_and_the_release_right_after(patched: Any) -> None:
     written = ["a = tl.load(p)", WAIT, RELEASE, WAIT, "b = tl.load(q)", WAIT, RELEASE, "tl.store(o, a + b)"]
-    expected = [WAIT, "a = tl.load(p)", "b = tl.load(q)", RELEASE, "tl.store(o, a + b)"]
+    expected = [WAIT, RELEASE, "a = tl.load(p)", "b = tl.load(q)", "tl.store(o, a + b)"]
     assert lines_of(patched, written) == expected
 
 
@@ -59,7 +59,7 @@ def test_kernel_that_is_not_launched_so_is_left_alone(patched: Any) -> None:
 
 def test_lines_that_are_no_text_stay(patched: Any) -> None:
     deferred = object()
-    assert lines_of(patched, [deferred, WAIT]) == [WAIT, deferred]
+    assert lines_of(patched, [deferred, WAIT]) == [WAIT, RELEASE, deferred]
 
 
 @pytest.mark.usefixtures("cpu_vllm")
@@ -141,7 +141,8 @@ def test_chain_of_compiled_kernels_is_right_on_a_card(monkeypatch: pytest.Monkey
     first, codes = run_and_get_code(compiled, x)
     kernels = [part for code in codes for part in code.split("def triton_")[1:]]
     assert kernels
-    assert all(part.count(WAIT) == 1 for part in kernels)
+    assert all(part.count(WAIT) == part.count(RELEASE) == 1 for part in kernels)
+    assert all(part.index(RELEASE) < part.index("tl.load") for part in kernels if "tl.load" in part)
     torch.testing.assert_close(first, chain(x), rtol=2**-7, atol=2**-7)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -19,14 +19,17 @@ from qwen_nvfp4_serve.kernels.graph_timing import behind_us, graph_us
 from qwen_nvfp4_serve.kernels.nvfp4_linear import reference
 from qwen_nvfp4_serve.kernels.nvfp4_linear.measure import read_gbps
 
-# Rows, columns and how many a step has of each layer that checkpoints of llm-compressor's kind leave in BF16.
+# Rows, columns and how many a step has of each layer that checkpoints of llm-compressor's kind leave in BF16. The delta
+# net's two projections of its input are served as one, alone where the other is quantized.
 LAYERS = {
-    "35b/gdn_qkvz": (12288, 2048, 30),
-    "35b/gdn_ba": (64, 2048, 30),
+    "35b/gdn_qkvz+ba": (12352, 2048, 30),
+    "35b/gdn_qkvz": (12288, 2048, 0),
+    "35b/gdn_ba": (64, 2048, 0),
     "35b/gdn_out": (2048, 4096, 30),
     "35b/lm_head": (248320, 2048, 1),
-    "27b/gdn_qkvz": (16384, 5120, 48),
-    "27b/gdn_ba": (96, 5120, 48),
+    "27b/gdn_qkvz+ba": (16480, 5120, 48),
+    "27b/gdn_qkvz": (16384, 5120, 0),
+    "27b/gdn_ba": (96, 5120, 0),
     "27b/gdn_out": (5120, 6144, 48),
     "27b/lm_head": (248320, 5120, 1),
 }
