@@ -7,7 +7,6 @@ import os
 import sys
 
 from qwen_nvfp4_patches import (
-    compiled_identity,
     cpu_compiled_reload,
     cpu_fp8_linear,
     cpu_mtp_state,
@@ -59,7 +58,6 @@ PATCHES: tuple[Patch, ...] = (
     gpu_gdn_projections.PATCH,
     gpu_dependent_launch.PATCH,
     gpu_whole_rows.PATCH,
-    compiled_identity.PATCH,
     quick_exit.PATCH,
     qwen3_parser.PATCH,
     structured_reasoning.PATCH,
