@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def main() -> None:
-    """Asks, and writes {asked, wrong, wrong_alone, options, backend}."""
+    """Asks, and writes {asked, wrong, wrong_alone, options, plain, backend}."""
     options = json.loads(sys.argv[2]) if len(sys.argv) > 2 else {}
     folder = REFERENCE_DIR / options.pop("which", "moe")
     plain = options.pop("plain", False)
@@ -64,6 +64,7 @@ def main() -> None:
         "wrong": wrong(everything),
         "wrong_alone": [name for i in everything[::ONE_BY_ONE_OF] for name in wrong([i])],
         "options": options,
+        "plain": plain,
         "backend": os.environ.get("QWEN_NVFP4_BACKEND"),
     }
     Path(sys.argv[1]).write_text(json.dumps(result, indent=1))

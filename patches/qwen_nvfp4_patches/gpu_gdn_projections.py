@@ -64,10 +64,11 @@ def columns_method() -> Any:
 
 def put_together(layer: Any) -> None:
     """Gives both weights one memory, before they are loaded, and has both layers return columns of one product."""
-
     both = layer.in_proj_qkvz, layer.in_proj_ba
-    rows = [projection.weight.shape[0] for projection in both]
-    memory = both[0].weight.data.new_empty(sum(rows), both[0].weight.shape[1])
+    rows, columns = [projection.weight.shape[0] for projection in both], both[0].weight.shape[1]
+    for projection in both:
+        projection.weight.data = projection.weight.data.new_empty(0)  # or the card would hold them twice for a moment
+    memory = both[0].weight.data.new_empty(sum(rows), columns)
     for projection, part, first in zip(both, memory.split(rows), (0, rows[0]), strict=True):
         projection.weight.data = part
         projection.quant_method = columns_method()(projection.quant_method, first=first, width=sum(rows))

@@ -18,7 +18,7 @@ POINTS = {"activations": "activations there", "sums": "its sums there", "ended":
 KERNELS = {
     "NVFP4 layers": ("gate_up", "down", "attn_qkv", "attn_o", "Marlin"),
     "of them gate_up": ("gate_up",),
-    "gdn_qkvz": ("gdn_qkvz",),
+    "gdn_qkvz, with gdn_ba where they are one": ("gdn_qkvz", "gdn_qkvz+ba"),
     "gdn_out": ("gdn_out",),
     "gdn_ba": ("gdn_ba", "reduction of gdn_ba"),
     "delta net": ("delta net", "convolution"),
