@@ -22,8 +22,11 @@ TOGETHER = "qwen_nvfp4_projected_together"
 def obstacle(layer: Any, vllm_config: Any) -> str | None:
     """Why a delta net layer's projections stay two products, or None. For a layer that was just built."""
     import torch
+    from vllm import envs
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
+    if envs.VLLM_BATCH_INVARIANT:
+        return "vLLM multiplies so that no token depends on the batch"
     if vllm_config.lora_config is not None:
         return "adapters change each of them"
     if layer.enable_fused_gdn_spec_decode:

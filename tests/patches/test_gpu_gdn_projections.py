@@ -157,6 +157,8 @@ def test_what_is_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     quantized = layer_of()
     quantized.in_proj_ba.quant_method = SimpleNamespace()
     assert "not both are in BF16" in obstacle(quantized)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "batch" in obstacle(layer_of())
     monkeypatch.undo()
     assert "told" in obstacle(layer_of())
 
