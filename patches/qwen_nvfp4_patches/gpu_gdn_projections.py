@@ -21,24 +21,31 @@ TOGETHER = "qwen_nvfp4_projected_together"
 
 def obstacle(layer: Any, vllm_config: Any) -> str | None:
     """Why a delta net layer's projections stay two products, or None. For a layer that was just built."""
-    import torch
     from vllm import envs
+
+    both = layer.in_proj_qkvz, layer.in_proj_ba
+    found = {
+        "vLLM multiplies so that no token depends on the batch": envs.VLLM_BATCH_INVARIANT,
+        "adapters change each of them": vllm_config.lora_config is not None,
+        "vLLM's kernel for draft tokens takes them apart": layer.enable_fused_gdn_spec_decode,
+        "not both are in BF16": not all(_in_bf16(projection) for projection in both),
+    }
+    return next((words for words, holds in found.items() if holds), None) or _misfit(*both)
+
+
+def _in_bf16(projection: Any) -> bool:
+    import torch
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    if envs.VLLM_BATCH_INVARIANT:
-        return "vLLM multiplies so that no token depends on the batch"
-    if vllm_config.lora_config is not None:
-        return "adapters change each of them"
-    if layer.enable_fused_gdn_spec_decode:
-        return "vLLM's kernel for draft tokens takes them apart"
-    both = layer.in_proj_qkvz, layer.in_proj_ba
-    for projection in both:
-        method = projection.quant_method
-        if type(method) is not UnquantizedLinearMethod or projection.weight.dtype is not torch.bfloat16:
-            return "not both are in BF16"
-        if projection.bias is not None or not gpu_bf16_linear.is_ours(method._gemm_impl):
+    return type(projection.quant_method) is UnquantizedLinearMethod and projection.weight.dtype is torch.bfloat16
+
+
+def _misfit(first: Any, second: Any) -> str | None:
+    """Why two layers in BF16 cannot be one product."""
+    for projection in (first, second):
+        if projection.bias is not None or not gpu_bf16_linear.is_ours(projection.quant_method._gemm_impl):
             return "they have a bias, or vLLM was told what multiplies them"
-    (rows, columns), (more, of_other) = (projection.weight.shape for projection in both)
+    (rows, columns), (more, of_other) = first.weight.shape, second.weight.shape
     if columns != of_other or columns == rows + more:  # the latter could not be told from what was projected
         return f"weights of [{rows}, {columns}] and [{more}, {of_other}]"
     return None
