@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 TOGETHER = "qwen_nvfp4_projected_together"
+ALIGNED_ROWS = 8  # 16 bytes in BF16
 
 
 def obstacle(layer: Any, vllm_config: Any) -> str | None:
@@ -27,10 +28,17 @@ def obstacle(layer: Any, vllm_config: Any) -> str | None:
     found = {
         "vLLM multiplies so that no token depends on the batch": envs.VLLM_BATCH_INVARIANT,
         "adapters change each of them": vllm_config.lora_config is not None,
+        "weights are offloaded one by one": _offloads(vllm_config.offload_config),
         "vLLM's kernel for draft tokens takes them apart": layer.enable_fused_gdn_spec_decode,
         "not both are in BF16": not all(_in_bf16(projection) for projection in both),
     }
     return next((words for words, holds in found.items() if holds), None) or _misfit(*both)
+
+
+def _offloads(config: Any) -> bool:
+    """True if vLLM moves weights to the host, which would leave half of their memory on the card."""
+    told = config.offload_backend != "auto"
+    return bool(told or config.uva.cpu_offload_gb or config.prefetch.offload_group_size)
 
 
 def _in_bf16(projection: Any) -> bool:
@@ -46,7 +54,8 @@ def _misfit(first: Any, second: Any) -> str | None:
         if projection.bias is not None or not gpu_bf16_linear.is_ours(projection.quant_method._gemm_impl):
             return "they have a bias, or vLLM was told what multiplies them"
     (rows, columns), (more, of_other) = first.weight.shape, second.weight.shape
-    if columns != of_other or columns == rows + more:  # the latter could not be told from what was projected
+    # A product as wide as the input could not be told from it, and rows that are not whole 16 bytes are slow to write.
+    if columns != of_other or columns == rows + more or (rows + more) % ALIGNED_ROWS:
         return f"weights of [{rows}, {columns}] and [{more}, {of_other}]"
     return None
 

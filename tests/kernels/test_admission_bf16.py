@@ -180,6 +180,8 @@ def test_two_layers_that_lie_elsewhere_are_two_products(calls: list[int], m: int
         halves(192, 8, 256, apart=1),
         (columns[:192, :256], columns[192:, :256]),
     )
+    memory = torch.randn(6, 256).bfloat16().flatten()  # the second one's rows are shorter
+    assert bf16.joined(memory[:1024].view(4, 256), memory[1024:1280].view(2, 128)) is None
     for one, other in others:
         assert bf16.joined(one, other) is None
         y = torch.ops.qwen_nvfp4.bf16_linear_of_two(x, one, other)

@@ -16,7 +16,6 @@ from qwen_nvfp4_serve.kernels.admission import bf16  # noqa: E402
 pytestmark = pytest.mark.usefixtures("vllm_parallel")
 HIDDEN, KEYS, VALUES, HEAD = 64, 32, 64, 16
 ROWS, MORE = 2 * KEYS + 2 * VALUES, 2 * VALUES // HEAD
-NO_ADAPTERS = SimpleNamespace(lora_config=None)
 
 
 def whole(*shape: int, seed: int = 0) -> Any:
@@ -24,7 +23,14 @@ def whole(*shape: int, seed: int = 0) -> Any:
     return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def layer_of(dtype: Any = torch.bfloat16, *, bias: bool = False, hidden: int = HIDDEN) -> Any:
+def config_of(*, adapters: Any = None, **offload: Any) -> Any:
+    """What a layer's constructor reads of vLLM's configuration."""
+    from vllm.config import OffloadConfig
+
+    return SimpleNamespace(lora_config=adapters, offload_config=OffloadConfig(**offload))
+
+
+def layer_of(dtype: Any = torch.bfloat16, *, bias: bool = False, hidden: int = HIDDEN, more: int = MORE) -> Any:
     """What vLLM's forward reads of a delta net layer, its projections by vLLM's own classes."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
@@ -34,7 +40,7 @@ def layer_of(dtype: Any = torch.bfloat16, *, bias: bool = False, hidden: int = H
 
     layer = SimpleNamespace(
         in_proj_qkvz=projection(KEYS, KEYS, VALUES, VALUES),
-        in_proj_ba=projection(MORE // 2, MORE // 2),
+        in_proj_ba=projection(more // 2, more // 2),
         key_dim=KEYS,
         value_dim=VALUES,
         head_v_dim=HEAD,
@@ -97,7 +103,7 @@ def build(**changed: Any) -> Any:
     def stock(self: Any, config: Any, vllm_config: Any, prefix: str = "") -> None:
         vars(self).update(vars(layer_of(**changed)))
 
-    gpu_gdn_projections.with_one_weight(stock)(layer, None, NO_ADAPTERS, prefix="a.layer")
+    gpu_gdn_projections.with_one_weight(stock)(layer, None, config_of(), prefix="a.layer")
     return layer
 
 
@@ -140,8 +146,8 @@ def test_layer_that_was_not_put_together_goes_through_vllm_alone(forward: Any, p
     assert not products
 
 
-def obstacle(layer: Any, *, adapters: Any = None) -> str:
-    return gpu_gdn_projections.obstacle(layer, SimpleNamespace(lora_config=adapters)) or ""
+def obstacle(layer: Any, **configured: Any) -> str:
+    return gpu_gdn_projections.obstacle(layer, config_of(**configured)) or ""
 
 
 def test_what_is_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +157,9 @@ def test_what_is_in_the_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not both are in BF16" in obstacle(layer_of(dtype=torch.float16))
     assert "bias" in obstacle(layer_of(bias=True))
     assert f"[{ROWS}, {ROWS + MORE}]" in obstacle(layer_of(hidden=ROWS + MORE))
+    assert f"[{ROWS}, {HIDDEN}] and [{MORE + 4}, {HIDDEN}]" in obstacle(layer_of(more=MORE + 4))  # of odd lines
+    for offload in ({"uva": {"cpu_offload_gb": 1}}, {"prefetch": {"offload_group_size": 2}}):
+        assert "offload" in obstacle(layer_of(), **offload)
     drafting = layer_of()
     drafting.enable_fused_gdn_spec_decode = True
     assert "draft" in obstacle(drafting)

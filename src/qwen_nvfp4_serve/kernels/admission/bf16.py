@@ -146,7 +146,7 @@ def joined(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor | None:
     """[first; second] where they lie, of weights [N1, K] and [N2, K]; None unless one begins where the other ends."""
     (rows, k), more = first.shape, second.shape[0]
     one_memory = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    plain = first.is_contiguous() and second.is_contiguous() and first.dtype is second.dtype
+    plain = first.is_contiguous() and second.is_contiguous() and first.dtype is second.dtype and second.shape[1] == k
     if not (one_memory and plain and second.storage_offset() == first.storage_offset() + rows * k):
         return None
     return first.as_strided((rows + more, k), (k, 1))
