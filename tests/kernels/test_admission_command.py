@@ -12,10 +12,12 @@ import typer
 from typer.testing import CliRunner
 
 from qwen_nvfp4_serve.cli import kernels
+from qwen_nvfp4_serve.dims import dims_from_config
 from qwen_nvfp4_serve.errors import UnsupportedHostError, UsageError
 from qwen_nvfp4_serve.host import Gpu
 from qwen_nvfp4_serve.kernels import admission
 from qwen_nvfp4_serve.kernels.admission import Finding, Shape, Table, Verdict, store
+from qwen_nvfp4_serve.kernels.admission.shapes import layers_of
 from qwen_nvfp4_serve.kernels.admission.table import TIMED_TOKENS
 from qwen_nvfp4_serve.synthetic import CheckpointSpec
 from qwen_nvfp4_serve.synthetic.config import model_config
@@ -136,7 +138,11 @@ def test_kernels_admission_asks_for_the_shapes_of_the_config(
     linear, plain, experts = asked
     assert len(linear[0]) >= 6
     assert linear[1:] == (CARD, store.folder(), {})
-    assert [(shape.n, shape.k) for shape in plain[0]] == [(shape.n, shape.k) for shape in linear[0]]
+    # First the delta net's two projections of its input as one.
+    layers = layers_of(dims_from_config(config))
+    together = layers["gdn_qkvz"].n + layers["gdn_ba"].n
+    shapes = [(together, layers["gdn_ba"].k), *((shape.n, shape.k) for shape in linear[0])]
+    assert [(shape.n, shape.k) for shape in plain[0]] == shapes
     assert {shape.bits for shape in plain[0]} == {16}
     assert plain[3]["names"] == admission.BF16
     text = config["text_config"]
